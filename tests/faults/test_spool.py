@@ -351,9 +351,9 @@ def planted(folder: Path, kind: str) -> tuple[Path, bytes]:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("a link to a file", "a link is not followed"),
+        ("a link to a file", "links are not followed"),
         ("a second name of a file", "has a second name"),
-        ("another file", "holds no batches"),
+        ("another file", "does not contain batches"),
         ("a file that others may write", "may be written to by others"),
         ("a file too large", "is larger than 2097152 bytes, twice FORESHOCK_SPOOL_BYTES"),
     ],
@@ -404,7 +404,7 @@ def test_a_link_or_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path, 
     place.symlink_to(own) if kind == "a link" else place.write_text("")
     with pytest.raises(PermissionError) as refused:
         PrivateFolder(place)
-    assert "is no folder; a link is not followed" in str(refused.value.strerror)
+    assert "is not a folder; links are not followed" in str(refused.value.strerror)
     assert list(own.iterdir()) == []
 
 

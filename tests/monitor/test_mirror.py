@@ -177,7 +177,7 @@ def test_a_run_that_is_opened_later_is_joined_and_the_log_says_what_to_call(
 @pytest.mark.parametrize(
     ("mirror", "sentence"),
     [
-        ("comet", "is no tracker; allowed are wandb, tensorboard:FOLDER, mlflow, trackio, otlp"),
+        ("comet", "is unknown; allowed are wandb, tensorboard:FOLDER, mlflow, trackio, otlp"),
         ("tensorboard", "needs the folder of the run's logs"),
         ("mlflow:here", "takes no folder"),
         ("otlp:http://collector:4318", "set OTEL_EXPORTER_OTLP_ENDPOINT"),

@@ -151,7 +151,7 @@ def test_a_checkpoint_names_no_foreshock_attention_and_holds_no_secret(tmp_path:
 @pytest.mark.promise("A30")
 def test_a_trainer_whose_model_cannot_be_watched_trains_on(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     args, control = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True), TrainerControl()
-    with pytest.raises(ValueError, match="hands its callbacks no model; transformers 5 does"):
+    with pytest.raises(ValueError, match="does not pass the model to its callbacks; transformers 5 does"):
         ForeshockCallback(**EVERY_STEP).on_train_begin(args, TrainerState(), control)
     args._n_gpu = 2
     with caplog.at_level(logging.WARNING, "foreshock"):
@@ -183,7 +183,7 @@ def test_where_the_trainer_restores_callbacks_the_settings_of_the_program_hold_o
     assert restored.agent is not None
     assert (program.agent is restored.agent) == known
     assert (restored.agent.config.policy, restored.agent.current_step) == ("auto" if known else "observe", 4)
-    assert ("the checkpoint's settings of foreshock hold" in caplog.text) == (not known)
+    assert ("foreshock uses the settings of the checkpoint" in caplog.text) == (not known)
     restored.on_train_end(args, TrainerState(), TrainerControl())
 
 
@@ -214,7 +214,7 @@ def test_a_loop_that_never_calls_init_trackers_is_told_once_that_nothing_is_watc
     for _ in range(2):
         accelerator.backward(next(model.parameters()).square().sum())
     [said] = [record.message for record in caplog.records if record.name == "foreshock"]
-    assert said == "foreshock watches nothing: call accelerator.init_trackers before the first step"
+    assert said == "foreshock is not attached: call accelerator.init_trackers before the first step"
 
 
 @pytest.mark.promise("A31")
@@ -261,7 +261,9 @@ def test_a_stage_of_a_pipeline_keeps_torchtitans_layer_numbers(tmp_path: Path) -
     trainer.model_parts = stages  # as an interleaved schedule gives one rank
     with watch(trainer, **EVERY_STEP) as agent:
         assert sorted({layer for layer, _ in agent.modes()}) == [2, 6]
-    with pytest.raises(ValueError, match=r"SimpleNamespace has no model_parts, .*: it is no Trainer of torchtitan"):
+    with pytest.raises(
+        ValueError, match=r"SimpleNamespace does not have model_parts, .*: it is not a Trainer of torchtitan"
+    ):
         watch(SimpleNamespace())
 
 

@@ -1,4 +1,4 @@
-"""`assess`: which of the two failures a model is open to, what is watched of it, and what to change first."""
+"""`assess`: report to which of the two failures a model is open, what foreshock watches, and what to change first."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ _COSTS: Final = {
     "cpu": 'attention="keep" (default) leaves it as it is; "kernels" runs a slow reference here, for tests',
 }
 _SHAPES: Final = 4
-"""Shapes of heads that are tried on random inputs."""
+"""Limit of head shapes that are checked on random inputs."""
 _EXACT: Final = "Drift by rounding: not in this run. Its attention ran in float32, and the drift needs 16 bits."
 _APART: Final[Any] = {"url": None, "spool_directory": None, "quiet": True}
 _BACKENDS: Final = {
@@ -38,7 +38,7 @@ _BACKENDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """What `assess` found. `str()` of it is the report, a line for each question."""
+    """Result of `assess`. `str()` of it is the report, with a line for each question."""
 
     watched: int
     found: int
@@ -49,7 +49,7 @@ class Assessment:
 
     @property
     def open_to_rounding(self) -> bool:
-        """Whether the model has what every model had that drifted by rounding here: docs/evidence.md."""
+        """Whether the model has the properties of all models that drifted by rounding in docs/evidence.md."""
         return self.key_bias == "trained" and not self.rotary and not self.qk_norm
 
     def __str__(self) -> str:
@@ -61,13 +61,15 @@ def assess(
     optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[[], Tensor] | None = None,
 ) -> Assessment:
-    """Look at `model`, and at the optimizer that trains it if one is given, without changing either.
+    """Inspect `model`, and its optimizer if given, without changing either.
 
-    Says what foreshock would watch and how, which attention PyTorch picks on the model's device and what watching
-    costs, the type in which scores are computed, which of the two failures of docs/failure.md and docs/score-growth.md
-    the model is open to and on what evidence, and the first remedy of each. loss: runs the model on a sample batch as
-    the training does, autocast included, and returns the loss with its graph; then the rows that the batch's mask hides
-    are counted in one forward and backward. Raises ValueError for anything but a torch.nn.Module and an optimizer.
+    The report contains: the layers that foreshock would watch, and how; the attention kernel that PyTorch picks on the
+    model's device, and the cost of watching; the type in which scores are computed; and to which of the two failures of
+    docs/failure.md and docs/score-growth.md the model is open, with evidence and the first remedy.
+
+    loss: runs the model on a sample batch as the training does, including autocast, and returns the loss with its
+    graph; one forward and backward then count the rows that the batch's mask hides. Raises ValueError if `model` is not
+    a torch.nn.Module or `optimizer` is not an optimizer.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"assess takes a torch.nn.Module, got {type(model).__name__}")
@@ -99,7 +101,7 @@ def assess(
 
 
 def pytorchs_choice(device: str, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> str:
-    """Which kernel PyTorch picks for causal attention in this type on `device`."""
+    """Describe the kernel that PyTorch picks for causal attention in this type on `device`."""
     query = torch.empty(1, 8, 1024, head_dim, dtype=dtype, device=device, requires_grad=True)
     name = SDPBackend(torch._fused_sdp_choice(query, query, query, is_causal=True)).name
     picked = _BACKENDS.get(name, name)
@@ -107,22 +109,22 @@ def pytorchs_choice(device: str, head_dim: int = 64, dtype: torch.dtype = torch.
 
 
 def costs(device: str) -> str:
-    """What each choice of `attention` costs on a device of this type."""
+    """Describe the cost of each setting of `attention` on a device of this type."""
     return _COSTS["cuda" if device == "cuda" else "cpu"]
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What a sample batch showed."""
+    """Results of a sample batch."""
 
     types: set[torch.dtype] = field(default_factory=set)
-    """In which attention ran."""
+    """Types in which attention ran."""
     lines: list[str] = field(default_factory=list)
 
 
 def _run(model: nn.Module, watched: Sequence[Found], loss: Callable[[], Tensor]) -> _Batch:
-    """Run a batch, forward and backward. Gradients that parameters had are put back."""
-    from foreshock.monitor.attaching import attach  # which says at its start what this module knows
+    """Run a batch forward and backward, and restore the parameters' gradients."""
+    from foreshock.monitor.attaching import attach  # imported here, because only a sample batch needs the agent
 
     batch, samples = _Batch(), list[wire.Sample]()
 
@@ -135,7 +137,7 @@ def _run(model: nn.Module, watched: Sequence[Found], loss: Callable[[], Tensor])
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
     try:
-        # our hooks go before the agent, which would take them for its own and leave its mark on their modules
+        # remove our hooks before the agent ends: it would take them for its own and leave its mark on the modules
         with attach(model, sample_every_steps=1, **_APART) as agent, ExitStack() as hooks:
             agent.subscribe(lambda event: samples.append(event) if isinstance(event, wire.Sample) else None)
             for each in watched:
@@ -157,7 +159,7 @@ def _run(model: nn.Module, watched: Sequence[Found], loss: Callable[[], Tensor])
 
 
 def _checked(device: str, watched: Sequence[Found], dtype: torch.dtype) -> list[str]:
-    """Whether PyTorch's attention is right on random inputs of the model's shapes."""
+    """Check PyTorch's attention on random inputs of the model's shapes; return lines with the results."""
     shapes = sorted({(each.heads, each.kv_heads or each.heads, each.head_dim or 64) for each in watched})[:_SHAPES]
     said = []
     for heads, kv_heads, head_dim in shapes:
@@ -170,27 +172,27 @@ def _checked(device: str, watched: Sequence[Found], dtype: torch.dtype) -> list[
 
 
 def _wrong(words: Words, agent: Any) -> list[str]:
-    """Of a sample, the layers whose own attention computed wrong rows."""
+    """Return lines about layers whose native attention computed wrong rows in a sample."""
     found = wrong_rows(words, wire.head_refs(agent._attached.layers), step=1).values()
     return [f"Wrong attention: {agent._attached.with_library(verdict).sentence}" for verdict in found]
 
 
 def _hidden(words: Words) -> list[str]:
-    """Of a sample, the head with most rows that see no key."""
+    """Return lines about the head of a sample with the most rows that do not see any key."""
     empty = words[:, Slot.EMPTY_ROWS]
     if not empty.any():
         return []
     head = int(empty.argmax())
     rows = int(empty[head] + words[head, Slot.ROWS] + words[head, Slot.NONFINITE_ROWS])
     return [
-        f"Mask: {empty[head]} of {rows} rows of the sample batch see no key, as under left padding with a causal mask; "
+        f"Mask: {empty[head]} of {rows} rows of the sample batch see no key, as with left padding and a causal mask; "
         "such rows can give NaN.",
         "  Remedy: let every row see a key, at least its own, or pad on the right.",
     ]
 
 
 def _scores(watched: Sequence[Found], dtype: torch.dtype | None) -> list[str]:
-    """What the type and the implementation do to scores before their softmax; fused kernels take them in float32."""
+    """Describe the rounding of scores before the softmax by type and implementation; fused kernels use float32."""
     configs = (getattr(each.module, "config", None) for each in watched)
     eager = any(getattr(config, "_attn_implementation", None) == "eager" for config in configs)
     lines = []
@@ -203,12 +205,12 @@ def _scores(watched: Sequence[Found], dtype: torch.dtype | None) -> list[str]:
     elif eager and dtype == torch.bfloat16:
         lines = [
             "Scores: eager attention rounds them to bfloat16 before their softmax.",
-            '  Remedy: attn_implementation="sdpa" takes them in float32.',
+            '  Remedy: attn_implementation="sdpa" computes them in float32.',
         ]
     if dtype == torch.float16:
         lines.append(
             "Loss scale: gradients in float16 underflow without torch.amp.GradScaler, which skips the steps whose "
-            "gradients overflow; bfloat16 needs none."
+            "gradients overflow; bfloat16 does not need it."
         )
     return lines
 
@@ -249,8 +251,8 @@ def _types(model: nn.Module, batch: _Batch) -> str:
     if batch.types:
         return f"{held}In the sample batch attention ran in {' and '.join(sorted(map(_name, batch.types)))}."
     if names == ["float32"]:
-        return held + "Rounding matters where attention runs in 16 bits: under autocast or FSDP's mixed precision."
-    return held + "Attention runs in 16 bits where its inputs do, and there its output is rounded."
+        return held + "Rounding matters if attention runs in 16 bits: under autocast or FSDP's mixed precision."
+    return held + "Attention runs in 16 bits if its inputs have 16 bits, and its output is then rounded."
 
 
 def _growth(*, normalised: bool) -> list[str]:

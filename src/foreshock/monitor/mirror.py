@@ -1,7 +1,8 @@
-"""The agent's few numbers and its warnings in the tracker or collector that the run uses already: off by default.
+"""Copy a few of the agent's numbers and its warnings to the run's tracker or collector; off by default.
 
-A thread of its own calls the client library, so that a slow one delays nobody. What does not fit into its short queue
-is dropped and counted as a fault; after three faults in a row the mirror is off for the rest of the run.
+A separate thread calls the client library, so that a slow client does not delay training. Items that do not fit into
+its short queue are dropped and counted as errors; after three errors in a row, the mirror is off for the rest of the
+run.
 """
 
 import contextvars
@@ -29,12 +30,12 @@ _PREFIX: Final = "foreshock/"
 
 @dataclass(frozen=True, slots=True)
 class Mirrored:
-    """The numbers of one sample; what was not counted is left out, since trackers draw no gap for NaN."""
+    """The numbers of one sample, without NaN, because trackers do not draw a gap for NaN."""
 
     step: int
     numbers: Mapping[str, float]
     training: Mapping[str, float]
-    """loss and grad_norm, which trackers have from the program itself."""
+    """loss and grad_norm; most trackers get them from the program itself."""
     max_attention_logits: Mapping[int, float]
     """By layer."""
 
@@ -44,26 +45,26 @@ class Tracker:
 
     module: ClassVar[str]
     install: ClassVar[str]
-    """What pip installs for it."""
+    """Package for pip install."""
     opened_by: ClassVar[str] = ""
-    """The call by which the program opens a run there."""
+    """The call with which the program opens a run."""
 
     @classmethod
     def join(cls, **where: Any) -> "Tracker | None":
-        """The tracker for the mirror's folder and this run, rank and world size; None while no run is open there."""
+        """Create the tracker for the mirror's folder and this run, rank and world size; None if no run is open yet."""
         return cls(**where)
 
     def log(self, sample: Mirrored) -> None:
-        """Take the numbers of a sample there."""
+        """Log the numbers of a sample."""
 
     def alert(self, verdict: wire.Verdict, page: str) -> None:
-        """Say there that a warning was raised; `page`: where the run is shown, or ""."""
+        """Send an alert about a raised warning; page: the run's page in parentheses, or ""."""
 
     def verdict(self, verdict: wire.Verdict) -> None:
-        """A warning of a head was raised, updated or cleared."""
+        """Log that a head's warning was raised, updated or cleared."""
 
     def close(self) -> None:
-        """The training is over; a run that the program opened is the program's to close."""
+        """End the tracker, but do not close a run that the program opened."""
 
 
 class _Wandb(Tracker):
@@ -80,7 +81,7 @@ class _Wandb(Tracker):
         run.define_metric(_PREFIX + "*", step_metric=_PREFIX + "step")
 
     def log(self, sample: Mirrored) -> None:
-        # a commit would move wandb's own step, which belongs to the program: the numbers travel with its next log
+        # a commit would increment wandb's step, which the program controls, so send with the program's next log call
         self._run.log({**_prefixed(sample.numbers), _PREFIX + "step": sample.step}, commit=False)
 
     def alert(self, verdict: wire.Verdict, page: str) -> None:
@@ -114,7 +115,7 @@ class _MLflow(Tracker):
         return None if run is None else cls(run.info.run_id)
 
     def __init__(self, run_id: str) -> None:
-        # named, since the open run is one of the thread that opened it
+        # stored, because the active run is known only to the thread that opened it
         self._run_id = run_id
 
     def log(self, sample: Mirrored) -> None:
@@ -145,8 +146,8 @@ class _Trackio(Tracker):
 
 
 class _Otlp(Tracker):
-    """OpenTelemetry's own exporter, set up by its OTEL_* variables. Resource names are those of NVIDIA's NeMo Lens,
-    so that one query joins these numbers with Megatron's."""
+    """OpenTelemetry's own exporter, configured by its OTEL_* variables. It uses the resource names of NVIDIA's NeMo
+    Lens, so that one query can join these numbers with Megatron's."""
 
     module, install = "opentelemetry.exporter.otlp.proto.http", "'foreshock[otlp]'"
 
@@ -166,7 +167,7 @@ class _Otlp(Tracker):
             "nv.dl.rank": rank,
             "nv.dl.world_size": world_size,
         }
-        # what the environment says of the resource wins: there a job gives all its processes one run id
+        # resource attributes in the environment take precedence: a job may set one run id for all processes there
         resource = resources.Resource.create(who).merge(resources.OTELResourceDetector().detect())
         reader = reading.PeriodicExportingMetricReader(export.OTLPMetricExporter())
         self._metrics = metrics.MeterProvider([reader], resource=resource, shutdown_on_exit=False)
@@ -221,12 +222,12 @@ _TRACKERS: Final[dict[str, type[Tracker]]] = {
 
 
 def parts_of_mirror(mirror: str) -> tuple[str, str]:
-    """`tensorboard:FOLDER` in its two parts. Raises ValueError for an unknown tracker, for one without its folder and
-    for one that is not installed."""
+    """Split `tensorboard:FOLDER` into tracker and folder. Raises ValueError if the tracker is unknown or not installed,
+    or if its folder is missing."""
     tracker, _, folder = mirror.partition(":")
     if tracker not in _TRACKERS:
         raise ValueError(
-            f"mirror {mirror[:100]!r} is no tracker; allowed are wandb, tensorboard:FOLDER, mlflow, trackio, otlp"
+            f"mirror {mirror[:100]!r} is unknown; allowed are wandb, tensorboard:FOLDER, mlflow, trackio, otlp"
         )
     if tracker == "tensorboard" and not folder:
         raise ValueError("mirror='tensorboard' needs the folder of the run's logs: mirror='tensorboard:FOLDER'")
@@ -237,7 +238,7 @@ def parts_of_mirror(mirror: str) -> tuple[str, str]:
     kind = _TRACKERS[tracker]
     try:
         found = importlib.util.find_spec(kind.module)
-    except ModuleNotFoundError:  # a package that the module is inside of
+    except ModuleNotFoundError:  # a parent package is missing
         found = None
     if found is None:
         raise ValueError(f"mirror needs {tracker}, which is not installed: pip install {kind.install}")
@@ -259,8 +260,8 @@ class Mirror:
         self._thread: threading.Thread | None = None
 
     def start(self, layers: tuple[wire.Layer, ...]) -> None:
-        """Open the tracker, in the thread and context in which the program opened its own run; where none is open yet,
-        the next sample looks again."""
+        """Open the tracker, in the thread and context in which the program opened its run. If no run is open yet, the
+        next sample tries again."""
         self._layers = [layer.layer for layer in layers for _ in layer.heads]
         self._join_run()
 
@@ -280,7 +281,7 @@ class Mirror:
             )
 
     def verdict(self, verdict: wire.Verdict) -> None:
-        """Count a warning as active, or no longer. Raises queue.Full where the tracker does not keep up."""
+        """Update the number of active warnings, and log the verdict. Raises queue.Full if the tracker is too slow."""
         if verdict.severity == "info":
             return
         if verdict.state == "cleared":
@@ -290,11 +291,11 @@ class Mirror:
         self._put(lambda tracker: tracker.verdict(verdict))
 
     def alert(self, verdict: wire.Verdict, page: str) -> None:
-        """Alert people in the tracker. Raises queue.Full where it does not keep up."""
+        """Send an alert through the tracker. Raises queue.Full if it is too slow."""
         self._put(lambda tracker: tracker.alert(verdict, page))
 
     def sampled(self, counted: Counted) -> None:
-        """Mirror the numbers of a sample; returns at once. Raises queue.Full where the tracker does not keep up."""
+        """Mirror the numbers of a sample; returns at once. Raises queue.Full if the tracker is too slow."""
         if self._thread is None:
             self._join_run()
         sample = self._mirrored(counted)
@@ -333,21 +334,21 @@ class Mirror:
         self._guard.run(tracker.close)
 
     def end(self) -> None:
-        """Nothing more is mirrored; the thread hands the rest over and ends."""
-        if self._queue.full():  # only this thread puts, so that one less makes room
+        """Stop mirroring; the thread sends the remaining items and ends."""
+        if self._queue.full():  # only this thread adds items, so removing one makes room
             with suppress(queue.Empty):
                 self._queue.get_nowait()
         self._queue.put_nowait(None)
 
     def join(self, seconds: float) -> None:
-        """Wait for that, for at most `seconds`; a client that hangs is left to its daemon thread."""
+        """Wait for the end, for at most `seconds`; a client that hangs stays in its daemon thread."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(max(seconds, 0.0))
 
 
 def _largest(values: Any) -> float:
-    """The value that is largest in size, with its sign; NaN where there is none."""
+    """Return the value with the largest absolute value, with its sign; NaN if there is none."""
     finite = values[np.isfinite(values)]
     return float(finite[np.argmax(np.abs(finite))]) if finite.size else float("nan")
 
@@ -362,7 +363,7 @@ def _prefixed(numbers: Mapping[str, float]) -> dict[str, float]:
 
 def _title(verdict: wire.Verdict) -> str:
     place = "" if verdict.layer is None else f", layer {verdict.layer} head {verdict.head}"
-    return f"foreshock: {verdict.cause}{place}"[:63]  # wandb takes fewer than 64 characters
+    return f"foreshock: {verdict.cause}{place}"[:63]  # wandb accepts fewer than 64 characters
 
 
 def _level(verdict: wire.Verdict) -> str:

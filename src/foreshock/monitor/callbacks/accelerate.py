@@ -7,9 +7,9 @@
     accelerator.log({"loss": loss, "lr": rate}, step=n)  # after optimizer step n
     accelerator.end_training()                           # closes
 
-`tracker.checkpoint_with(accelerator)`, before init_trackers, puts modes and detector state into every checkpoint, each
-process's own beside the others': `foreshock_0.json` and so on. It also lets every process of several be watched:
-Accelerate calls its trackers on the first alone. And it shows QK-Clip the optimizers, which 16-bit weights need.
+`tracker.checkpoint_with(accelerator)`, before init_trackers, adds modes and detector state to every checkpoint, in one
+file per process: `foreshock_0.json` and so on. It also makes foreshock watch all processes, because Accelerate calls
+its trackers only on the first one. And it passes the optimizers to QK-Clip, which needs them for 16-bit weights.
 """
 
 from collections.abc import Callable
@@ -36,14 +36,14 @@ _LEARNING_RATE: Final = ("lr", "learning_rate", "train/lr", "train/learning_rate
 class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
     """Watches `model` (before or after `prepare`). `overrides` are fields of AgentConfig, as for `attach`.
 
-    `accelerator.init_trackers` raises ValueError with a sentence, if a setting is wrong. A model that cannot be watched
-    ends no training, as `attach` says.
+    `accelerator.init_trackers` raises ValueError with a sentence if a setting is wrong. If the model cannot be watched,
+    training continues, as described in `attach`.
     """
 
     name = "foreshock"
     requires_logging_directory = False
     main_process_only = False
-    """Every process counts its own rows."""
+    """False, because every process counts its own rows."""
 
     def __init__(self, model: nn.Module, **overrides: Unpack[AgentSettings]) -> None:
         super().__init__()
@@ -51,17 +51,17 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
         self._overrides = overrides
         self._saved: dict[str, Any] | None = None
         self._optimizers: list[Any] = []
-        """Of the Accelerator that checkpoints go with, which prepares them at any time before the first step."""
+        """Optimizers of `checkpoint_with`'s Accelerator, which may add them at any time before the first step."""
         self._everywhere = False
         """Whether processes other than the first are watched too."""
         self._save: Callable[[], object] | None = None
-        """Writes a checkpoint, where Accelerate names them itself."""
+        """Writes a checkpoint, if Accelerate names checkpoints automatically."""
         self.agent: Agent | None = None
-        """The agent, once `init_trackers` was called."""
+        """The agent; None before `init_trackers`."""
 
     @property
     def tracker(self) -> Agent | None:
-        """The agent, as `accelerator.get_tracker("foreshock", unwrap=True)` gives it."""
+        """The agent, as returned by `accelerator.get_tracker("foreshock", unwrap=True)`."""
         return self.agent
 
     def start(self) -> None:
@@ -77,10 +77,10 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
             self.agent.load_state_dict(self._saved)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """A step boundary: the optimizer made `step` steps. Without `step`, values with a loss mean one step more.
+        """Record a step boundary after `step` optimizer steps. Without `step`, values with a loss mean one more step.
 
-        What was counted since the last call belongs to the steps up to this one, so a loop that logs every tenth step
-        is counted whole. Values beside loss, gradient norm and learning rate are for other trackers.
+        Counts since the last call belong to the steps up to this one, so a loop that logs only every tenth step loses
+        no counts. Values other than loss, gradient norm and learning rate are ignored.
         """
         loss = _first(values, _LOSS)
         if self.agent is None or (step is None and loss is None):
@@ -93,15 +93,15 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
             save_if_asked(self.agent, self._save)
 
     def finish(self) -> None:
-        """Send what is left, and give the model back as it was."""
+        """Send the remaining data, and detach from the model."""
         if self.agent is not None:
             self.agent.close("completed")
 
     def checkpoint_with(self, accelerator: Accelerator) -> None:
-        """Let `accelerator.save_state` and `load_state` save and load the agent's state too, on every process.
+        """Make `accelerator.save_state` and `load_state` save and load the agent's state too, on every process.
 
-        Load before the first step, before or after `init_trackers`. A process that finds no state of its own, because
-        there were fewer when it was saved, takes up the first one's.
+        Load before the first step, before or after `init_trackers`. A process without a saved state, because the saving
+        run had fewer processes, loads the first process's state.
         """
 
         def save(models: Any, weights: Any, folder: str) -> None:
@@ -131,7 +131,7 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
         def first_backward(*args: Any, **kwargs: Any) -> None:
             accelerator.backward = backward
             if self.agent is None:
-                logger.warning("foreshock watches nothing: call accelerator.init_trackers before the first step")
+                logger.warning("foreshock is not attached: call accelerator.init_trackers before the first step")
             backward(*args, **kwargs)
 
         accelerator.backward = first_backward
@@ -144,10 +144,10 @@ class ForeshockTracker(GeneralTracker):  # type: ignore[misc]
             self._follow(accelerator)
 
     def _follow(self, accelerator: Accelerator) -> None:
-        """Start, log and end on a process whose trackers Accelerate leaves alone."""
+        """Start, log and end on a process on which Accelerate does not call trackers."""
 
         def init_trackers(*args: Any, **kwargs: Any) -> None:
-            accelerator.trackers.append(self)  # which end_training finishes on every process
+            accelerator.trackers.append(self)  # end_training finishes these on every process
             self.start()
 
         def log(values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:

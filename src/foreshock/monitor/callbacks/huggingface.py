@@ -1,10 +1,10 @@
-"""`ForeshockCallback`: one line in a program that uses the Trainer of transformers.
+"""`ForeshockCallback`: foreshock for programs that use the Trainer of transformers, in one line.
 
     trainer = Trainer(model, args, train_dataset=data, callbacks=[ForeshockCallback(run="my-run")])
 
 It attaches when training begins, steps at every optimizer step, and closes when training ends. Modes and detector state
-are saved in every checkpoint, the first process's in trainer_state.json and the others' beside it, and are back when
-training resumes from it.
+are saved in every checkpoint and restored when training resumes from it. The first process's state is in
+trainer_state.json; the other processes' states are in files next to it.
 """
 
 import json
@@ -26,31 +26,31 @@ from foreshock.monitor.guard import logger
 
 _FILE: Final = "foreshock_{}.json"
 _NO_MODEL: Final = (
-    "this version of transformers hands its callbacks no model; transformers 5 does. Use attach(model) before the "
-    "training and agent.step(loss) after every step"
+    "this version of transformers does not pass the model to its callbacks; transformers 5 does. Use attach(model) "
+    "before the training and agent.step(loss) after every step"
 )
 
 
 _given: Final["WeakKeyDictionary[nn.Module, tuple[AgentSettings, ref[ForeshockCallback]]]"] = WeakKeyDictionary()
-"""The settings of the program's own callback, and that callback, by the model of its Trainer: a Trainer that restores
-callbacks puts one with the checkpoint's settings in its place."""
+"""By the Trainer's model: the settings of the program's own callback, and that callback. Needed because a Trainer that
+restores callbacks replaces it by one with the checkpoint's settings."""
 
 
 class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Watches the Trainer's model. Arguments are fields of AgentConfig; give secrets as FORESHOCK_TOKEN.
+    """Watches the Trainer's model. Arguments are fields of AgentConfig; set secrets as FORESHOCK_TOKEN.
 
-    Raises ValueError with a sentence when training begins, if a setting is wrong. A model that cannot be watched ends
-    no training, as `attach` says.
+    Raises ValueError with a sentence when training begins, if a setting is wrong. If the model cannot be watched,
+    training continues, as described in `attach`.
     """
 
     def __init__(self, **overrides: Unpack[AgentSettings]) -> None:
         self._overrides = overrides
         self.agent: Agent | None = None
-        """The agent of the training under way, or of the last one."""
+        """The agent of the current training, or of the last one."""
         self.saved: dict[str, Any] | None = None
-        """The agent's state of the last checkpoint."""
+        """The agent's state in the last checkpoint."""
         self.restored = False
-        """Whether the Trainer made this callback from a checkpoint, in place of the program's own."""
+        """Whether the Trainer created this callback from a checkpoint, in place of the program's own."""
         self._hook: Any = None
         self._stay_clean: Any = None
         self._micro_losses: list[Tensor] = []
@@ -62,14 +62,14 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note the settings that the program gave."""
+        """Record the settings that the program passed."""
         if (model := kwargs.get("model")) is not None:
             _given[model] = self._overrides, ref(self)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Attach, and take up the state of the checkpoint that training resumes from."""
+        """Attach, and restore the state if training resumes from a checkpoint."""
         self._end("failed")  # a training that raised never reached on_train_end
         model: nn.Module | None = kwargs.get("model")
         if model is None:
@@ -80,11 +80,11 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         own, program = _given.get(model, (None, lambda: None)) if self.restored else (self._overrides, lambda: None)
         if own is None:
             logger.warning(
-                "foreshock: the Trainer restored its callbacks, so the checkpoint's settings of foreshock hold, not "
-                "those that this program gave"
+                "foreshock: the Trainer restored its callbacks, so foreshock uses the settings of the checkpoint, not "
+                "those of this program"
             )
         self._overrides = self._overrides if own is None else own
-        # with several GPUs and no launcher the Trainer wraps the model later, which attach is to know
+        # with several GPUs and no launcher, the Trainer wraps the model later, and attach has to know that
         self.agent = attach(nn.DataParallel(model) if args.n_gpu > 1 else model, **self._overrides)
         if (callback := program()) is not None:
             callback.agent = self.agent
@@ -94,7 +94,7 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         saved = own_state or _saved_in(state, type(self).__name__) or self.saved
         take_up(self.agent, saved, state.global_step)
         if state.stateful_callbacks is not None:
-            # resumed from a checkpoint without foreshock, the Trainer would miss its entry at the next save
+            # after resuming from a checkpoint without foreshock, the Trainer would miss this entry at the next save
             state.stateful_callbacks.setdefault(type(self).__name__, {})
         self._hook = model.register_forward_hook(self._keep_loss, with_kwargs=True)
         self._stay_clean = leave_no_trace_in_copies(model)
@@ -106,20 +106,20 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             return
         loss = output.get("loss") if isinstance(output, dict) else output[0] if isinstance(output, tuple) else None
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            # given the token count of the whole step, each micro-batch brings its part of the step's mean
+            # with the token count of the whole step, each micro-batch returns its part of the step's mean
             self._summed = kwargs.get("num_items_in_batch") is not None
             self._micro_losses.append(loss.detach().reshape(()).clone())
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Note the learning rate of this step, before the scheduler moves on."""
+        """Record the learning rate of this step, before the scheduler changes it."""
         optimizer = kwargs.get("optimizer")
         if optimizer is not None:
             self._learning_rate = float(optimizer.param_groups[0]["lr"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """One optimizer step is done."""
+        """Record a completed optimizer step."""
         if self.agent is None:
             return
         loss = None
@@ -132,12 +132,12 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         norm = self._norm.take()
         self.agent.step(loss, self._logged_norm if norm is None else norm, self._learning_rate, step=state.global_step)
         self._logged_norm = None
-        # with a limit of 1 it would take the clean one's place; a program that saves nothing may not be able to
+        # with a limit of 1, it would replace the clean checkpoint; with save_strategy "no", saving may not work
         if args.save_strategy != "no" and args.save_total_limit != 1 and self.agent.should_save:
             control.should_save = True
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Keep the gradient norm for the next step, where nothing else shows it (clipping by DeepSpeed, or FSDP)."""
+        """Store the logged gradient norm for the next step; needed if DeepSpeed or FSDP clips."""
         norm = (kwargs.get("logs") or {}).get("grad_norm")
         if norm is not None:
             self._logged_norm = float(norm)
@@ -181,7 +181,7 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _saved_in(state: TrainerState, name: str) -> dict[str, Any] | None:
-    """The agent's state in a loaded checkpoint, whether or not the Trainer was to restore callbacks."""
+    """Return the agent's state in a loaded checkpoint, whether or not the Trainer restores callbacks."""
     entry = (state.stateful_callbacks or {}).get(name)
     entry = entry[0] if isinstance(entry, list) and entry else entry
     attributes = entry.get("attributes") if isinstance(entry, dict) else None

@@ -1,9 +1,9 @@
-"""`ForeshockCallback`: one line in a program that uses the Trainer of `lightning.pytorch`.
+"""`ForeshockCallback`: foreshock for programs that use the Trainer of `lightning.pytorch`, in one line.
 
     trainer = Trainer(callbacks=[ForeshockCallback(run="my-run")])
 
 It attaches before the first step, steps when Lightning's `global_step` does, and closes when training ends or fails.
-Modes and detector state are saved in every checkpoint and are back when training resumes from it.
+Modes and detector state are saved in every checkpoint and restored when training resumes from it.
 """
 
 from collections.abc import Callable
@@ -23,15 +23,15 @@ from foreshock.monitor.config import AgentSettings
 class ForeshockCallback(Callback):  # type: ignore[misc]
     """Watches the LightningModule. Arguments are fields of AgentConfig; rank and world size come from the Trainer.
 
-    The gradient norm is the one that Lightning computes to clip by (`gradient_clip_val`); without clipping it computes
-    none, and none is recorded. Raises ValueError with a sentence when training begins, if a setting is wrong. A model
-    that cannot be watched ends no training, as `attach` says.
+    The gradient norm is the one that Lightning computes for clipping (`gradient_clip_val`); without clipping, it is not
+    recorded. Raises ValueError with a sentence when training begins, if a setting is wrong. If the model cannot be
+    watched, training continues, as described in `attach`.
     """
 
     def __init__(self, **overrides: Unpack[AgentSettings]) -> None:
         self._overrides = overrides
         self.agent: Agent | None = None
-        """The agent of the training under way, or of the last one."""
+        """The agent of the current training, or of the last one."""
         self._saved: dict[str, Any] | None = None
         self._micro_losses: list[Tensor] = []
         self._learning_rate: float | None = None
@@ -41,7 +41,7 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach, and take up the state of the checkpoint that training resumes from."""
+        """Attach, and restore the state if training resumes from a checkpoint."""
         self._end("failed")
         placed = {"rank": trainer.global_rank, "world_size": trainer.world_size}
         self.agent = attach(pl_module, **{**placed, **self._overrides})
@@ -51,7 +51,7 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
         self._report_checkpoints(trainer)
 
     def _report_checkpoints(self, trainer: Trainer) -> None:
-        save = trainer.save_checkpoint  # ModelCheckpoint calls it too; no hook of Lightning gets the path
+        save = trainer.save_checkpoint  # ModelCheckpoint calls it too; Lightning's hooks do not get the path
 
         def reporting(filepath: Any, *args: Any, **kwargs: Any) -> None:
             save(filepath, *args, **kwargs)
@@ -62,24 +62,24 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
         self._undo = lambda: vars(trainer).pop("save_checkpoint", None)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Note the learning rate of this step, before the scheduler moves on."""
+        """Record the learning rate of this step, before the scheduler changes it."""
         self._learning_rate = float(optimizer.param_groups[0]["lr"])
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A batch is done; a step too, unless its gradients are still being accumulated."""
+        """Record the loss of a batch, and the step if gradients are not accumulated further."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            self._micro_losses.append(loss.detach().reshape(()).clone())  # a captured step writes it there again
+            self._micro_losses.append(loss.detach().reshape(()).clone())  # a captured step overwrites it
         if self.agent is None or trainer.global_step <= self.agent.current_step:
             return
-        # Lightning has divided each micro-batch's loss by how many make a step
+        # Lightning has divided each micro-batch's loss by the number of micro-batches per step
         parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         loss = torch.stack(self._micro_losses).mean() * parts if self._micro_losses else None
         self._micro_losses = []
         self.agent.step(loss, self._norm.take(), self._learning_rate, step=trainer.global_step)
-        own = trainer.checkpoint_callback  # None where the program wants no checkpoints
+        own = trainer.checkpoint_callback  # None if the program disables checkpoints
         if own is not None:
             folder = getattr(own, "dirpath", None) or trainer.default_root_dir  # which may be a URL
             path = f"{folder}/foreshock-step={trainer.global_step}.ckpt"
@@ -88,15 +88,15 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Send what is left, and give the model back as it was."""
+        """Send the remaining data, and detach from the model."""
         self._end("completed")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The same, with the word that it failed or was interrupted."""
+        """Close with the status that training failed or was interrupted."""
         self._end("stopped" if isinstance(exception, KeyboardInterrupt | SystemExit) else "failed")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Whatever happened, the model is given back."""
+        """Detach from the model in every case."""
         self._end("stopped")
 
     def _end(self, status: Status) -> None:
@@ -110,11 +110,11 @@ class ForeshockCallback(Callback):  # type: ignore[misc]
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What Lightning writes into a checkpoint."""
+        """Return the state that Lightning writes into a checkpoint."""
         if self.agent is not None:
             self._saved = self.agent.state_dict()
         return {"agent": self._saved}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Called before training begins."""
+        """Store the state of a checkpoint; Lightning calls this before training begins."""
         self._saved = state_dict.get("agent")

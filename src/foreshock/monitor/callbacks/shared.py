@@ -1,7 +1,8 @@
-"""What callbacks share: the trainer's gradient norm, the agent's state in a file, checkpoints that warnings ask for.
+"""Shared by callbacks: the trainer's gradient norm, the agent's state in a file, checkpoints requested by warnings.
 
-Trainers that clip, or log the norm, call `torch.nn.utils.clip_grad_norm_`, throw the tensor away or read it much later.
-While a callback watches, what that function returns is kept: nothing is computed again, and no device is waited for.
+Trainers that clip gradients or log their norm call `torch.nn.utils.clip_grad_norm_`, and discard the result or read it
+much later. While a callback is active, the result is stored, so that it does not have to be computed again and no
+device has to be waited for.
 """
 
 import functools
@@ -24,7 +25,7 @@ _NAME: Final = "clip_grad_norm_"
 
 
 class GradientNorm:
-    """Keeps the last norm between `start` and `stop`. `home` is where the trainer looks clip_grad_norm_ up."""
+    """Stores the last norm between `start` and `stop`. home: the module whose clip_grad_norm_ the trainer calls."""
 
     def __init__(self, home: Any = torch.nn.utils) -> None:
         self._home = home
@@ -33,14 +34,14 @@ class GradientNorm:
         self._keeping: Callable[..., Any] | None = None
 
     def start(self) -> None:
-        """Keep what clip_grad_norm_ returns from now on."""
+        """Store the results of clip_grad_norm_ from now on."""
         self.stop()
         original: Callable[..., Any] = getattr(self._home, _NAME)
 
         @functools.wraps(original)
         def keeping(*args: Any, **kwargs: Any) -> Any:
             norm = original(*args, **kwargs)
-            # a norm that is spread over ranks is whole only after a collective, and the agent calls none
+            # a sharded norm is complete only after a collective, which the agent does not call
             if isinstance(norm, Tensor) and not is_sharded(norm):
                 self._last = norm.detach()
             return norm
@@ -49,20 +50,20 @@ class GradientNorm:
         setattr(self._home, _NAME, keeping)
 
     def take(self) -> Tensor | None:
-        """The norm since the last call, before clipping; None where none was computed."""
+        """Return the norm before clipping since the last call; None if none was computed."""
         norm, self._last = self._last, None
         return norm
 
     def stop(self) -> None:
-        """Put PyTorch's function back, unless somebody rebound it since."""
+        """Restore PyTorch's function, unless other code has replaced it since."""
         if self._keeping is not None and getattr(self._home, _NAME) is self._keeping:
             setattr(self._home, _NAME, self._original)
         self._original = self._keeping = self._last = None
 
 
 def write_state(agent: Agent, path: str | Path) -> None:
-    """Write `agent.state_dict()` whole or not at all, to a file or a URL that fsspec knows. A disk or a store that
-    fails is named and ends no training."""
+    """Write `agent.state_dict()` atomically to a file, or to a URL that fsspec supports. An error of the disk or the
+    store is logged, and training continues."""
     state = json.dumps(agent.state_dict())
     try:
         if is_remote(path):
@@ -73,7 +74,7 @@ def write_state(agent: Agent, path: str | Path) -> None:
         unfinished = path.with_name(f"{path.name}.unfinished")
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.unlink(missing_ok=True)
-        with unfinished.open("x") as file:  # a new file: where a team writes, a link may lie under that name
+        with unfinished.open("x") as file:  # "x": in a shared folder, a link may have that name
             file.write(state)
         os.replace(unfinished, path)
     except Exception as error:  # clients of remote stores raise their own
@@ -81,7 +82,7 @@ def write_state(agent: Agent, path: str | Path) -> None:
 
 
 def read_state(*paths: str | Path) -> dict[str, Any] | None:
-    """The state in the first of these files or URLs that holds one; None where none does. A damaged one is named."""
+    """Return the state in the first of these files or URLs that contains one, or None. A damaged file is logged."""
     for path in paths:
         try:
             with fsspec.open(str(path)) if is_remote(path) else Path(path).open("rb") as file:
@@ -95,15 +96,15 @@ def read_state(*paths: str | Path) -> dict[str, Any] | None:
 
 
 def take_up(agent: Agent, saved: object, step: int) -> None:
-    """Go on from a state that was saved at this step; any other numbers the steps alone."""
+    """Restore a state that was saved at this step; with any other state, only continue the step numbers."""
     agent.begin_at(step)
     if isinstance(saved, dict) and saved.get("step") == step:
         agent.load_state_dict(saved)
 
 
 def save_if_asked(agent: Agent, save: Callable[[], object]) -> None:
-    """Let the trainer write a checkpoint where a warning asks for one. A save that fails ends no training: the program
-    did not order it."""
+    """Let the trainer write a checkpoint if a warning requested one. After an error, training continues, because the
+    program did not request this checkpoint."""
     if not agent.should_save:
         return
     try:
@@ -113,7 +114,7 @@ def save_if_asked(agent: Agent, save: Callable[[], object]) -> None:
 
 
 def log_unsaved(error: Exception) -> None:
-    """Say that the checkpoint that a warning asked for does not exist."""
+    """Log that the checkpoint requested by a warning could not be saved."""
     kind = type(error).__name__
     logger.warning(
         "foreshock: the checkpoint that a warning asked for was not saved; training continues: %s: %s", kind, error

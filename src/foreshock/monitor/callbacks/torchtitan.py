@@ -1,11 +1,11 @@
-"""One line in a program that uses the Trainer of torchtitan, between making it and letting it train.
+"""`watch`: foreshock for programs that use the Trainer of torchtitan, in one line between creating and training.
 
     trainer = config.build()
     watch(trainer, run="my-run")          # before trainer.train()
     trainer.train()
 
-The agent steps with the trainer's optimizers. Its state lies in every checkpoint's folder, each rank's own, and is back
-before the first step when training resumes. Written against torchtitan 0.2.2 and 0.3.0, of which it uses
+The agent steps with the trainer's optimizers. Each rank saves its state in every checkpoint's folder, and restores it
+before the first step when training resumes. Written for torchtitan 0.2.2 and 0.3.0; it uses the trainer's
 `model_parts`, `optimizers`, `checkpointer`, `forward_backward_step`, `parallel_dims`, `config` (0.2: `job_config`),
 `step` and `close`.
 """
@@ -27,23 +27,23 @@ from foreshock.monitor.model.discovery import find_attention
 
 _USED: Final = ("model_parts", "optimizers", "checkpointer", "forward_backward_step", "step", "close")
 _CONFIG: Final = ("config", "job_config")
-"""What torchtitan 0.3 and 0.2 call it."""
+"""Its name in torchtitan 0.3 and 0.2."""
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 
 def watch(trainer: Any, **overrides: Unpack[AgentSettings]) -> Agent:
     """Watch the model parts of a torchtitan Trainer. `overrides` are fields of AgentConfig, as for `attach`.
 
-    Layers keep the numbers that torchtitan gives them (`layers.7`), on every rank of a pipeline. Raises ValueError with
-    a sentence for a trainer of another library or a wrong setting. A model that cannot be watched ends no training.
+    Layers have torchtitan's numbers (`layers.7`), on every rank of a pipeline. Raises ValueError with a sentence for a
+    trainer of another library or a wrong setting. If the model cannot be watched, training continues.
     """
     missing = [name for name in _USED if not hasattr(trainer, name)]
     if not any(hasattr(trainer, name) for name in _CONFIG):
         missing.append(_CONFIG[0])
     if missing:
         raise ValueError(
-            f"{type(trainer).__name__} has no {', '.join(missing)}: it is no Trainer of torchtitan 0.2 or 0.3; "
-            "use attach(model) and agent.step(loss) in a custom training loop"
+            f"{type(trainer).__name__} does not have {', '.join(missing)}: it is not a Trainer of torchtitan 0.2 or "
+            "0.3; use attach(model) and agent.step(loss) in a custom training loop"
         )
     parts: list[nn.Module] = list(trainer.model_parts)
     model = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
@@ -56,7 +56,7 @@ def watch(trainer: Any, **overrides: Unpack[AgentSettings]) -> Agent:
 
 
 def _numbers(model: nn.Module) -> dict[str, int]:
-    """The layer numbers in torchtitan's own names; {} unless every attention module has one to itself."""
+    """Return the layer numbers in torchtitan's names; {} unless every attention module has a different one."""
     names = [found.name for found in find_attention(model, {})]
     numbers = {name: int(match[1]) for name in names if (match := _LAYER.search(name))}
     return numbers if len(set(numbers.values())) == len(names) else {}
@@ -64,8 +64,8 @@ def _numbers(model: nn.Module) -> dict[str, int]:
 
 @contextmanager
 def _compiled_but_not_yet_run(model: nn.Module) -> Iterator[None]:
-    # torchtitan compiles its blocks while the Trainer is made. Until the first step nothing of them is traced, and what
-    # attach puts into them is traced then; attach itself cannot know that and would refuse.
+    # torchtitan compiles its blocks when the Trainer is created, but they are traced only in the first step, together
+    # with attach's changes. attach cannot know that and would raise an error, so hide the compiled calls from it.
     compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
     for module, _ in compiled:
         module._compiled_call_impl = None
@@ -77,12 +77,12 @@ def _compiled_but_not_yet_run(model: nn.Module) -> Iterator[None]:
 
 
 class _Hooks:
-    """What the trainer calls: after its optimizers' step, round a checkpoint, and at the end."""
+    """Hooks into the trainer: after its optimizers' step, around a checkpoint, and at the end."""
 
     def __init__(self, trainer: Any, agent: Agent) -> None:
         self._trainer, self._agent = trainer, agent
         self._losses: list[Tensor] = []
-        # torchtitan clips with a function of its own, whose norm spans all ranks
+        # torchtitan clips with its own function, whose norm covers all ranks
         self._norm = GradientNorm(sys.modules.get("torchtitan.distributed.utils", torch.nn.utils))
         self._norm.start()
         self._forward_backward_step = trainer.forward_backward_step
@@ -92,14 +92,14 @@ class _Hooks:
         trainer.optimizers.register_step_post_hook(self.stepped)
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Keep the loss of each micro-batch, on its device; a captured step writes it into the same memory again."""
+        """Store a copy of each micro-batch's loss on its device, because a captured step overwrites its memory."""
         loss = self._forward_backward_step(*args, **kwargs)
         if isinstance(loss, Tensor) and loss.numel() == 1 and getattr(self._trainer, "pp_has_last_stage", True):
             self._losses.append(loss.detach().reshape(()).clone())
         return loss
 
     def stepped(self, optimizers: Any, *_: Any) -> None:
-        """One optimizer step is done."""
+        """Record a completed optimizer step."""
         # each part of the loss is divided by the tokens of all data-parallel ranks
         loss = torch.stack(self._losses).sum() * self._ranks() if self._losses else None
         self._losses = []
@@ -114,21 +114,21 @@ class _Hooks:
         return None if first is None else float(first.param_groups[0]["lr"])
 
     def _folder(self, step: int) -> str:
-        return f"{self._trainer.checkpointer.folder}/step-{step}"  # which may be a URL
+        return f"{self._trainer.checkpointer.folder}/step-{step}"  # may be a URL
 
     def _file(self, step: int, rank: int) -> str:
         return f"{self._folder(step)}/foreshock_{rank}.json"
 
     def save(self, curr_step: int, last_step: bool = False) -> Any:
-        """Where torchtitan saves, or a warning asks for a checkpoint, save the agent's state in it."""
+        """Save the agent's state in a checkpoint, if torchtitan saves one or a warning requested one."""
         checkpointer = self._trainer.checkpointer
-        interval = getattr(checkpointer, "interval", None)  # it has none where checkpoints are off
+        interval = getattr(checkpointer, "interval", None)  # None if checkpoints are off
         additional = interval is not None and self._agent.should_save and curr_step % interval != 0 and not last_step
         if additional:
             checkpointer.interval = 1
         try:
             saved = self._save(curr_step, last_step=last_step)
-            # 0.2 returns nothing
+            # torchtitan 0.2 returns None
             asked: bool = checkpointer._should_save(curr_step, last_step) if saved is None else saved
         except Exception as error:
             if not additional:
@@ -138,14 +138,14 @@ class _Hooks:
         finally:
             if additional:
                 checkpointer.interval = interval
-        # the last one has no optimizer by default, and no training resumes from it
+        # by default, the last checkpoint has no optimizer, so training cannot resume from it
         if asked and not (last_step and getattr(checkpointer, "last_save_model_only", False)):
             write_state(self._agent, self._file(curr_step, self._agent.config.rank))
             self._agent.checkpoint_saved(self._folder(curr_step), step=curr_step, trainer="torchtitan")
         return saved
 
     def load(self, *args: Any, **kwargs: Any) -> Any:
-        """Where torchtitan loaded, take up this rank's state, or the first rank's where there were fewer."""
+        """After torchtitan loaded a checkpoint, restore this rank's state, or rank 0's if there were fewer ranks."""
         loaded = self._load(*args, **kwargs)
         if loaded and self._trainer.step:
             saved = read_state(*(self._file(self._trainer.step, rank) for rank in (self._agent.config.rank, 0)))
@@ -153,7 +153,7 @@ class _Hooks:
         return loaded
 
     def close(self) -> None:
-        """Send what is left, and give the model back as it was."""
+        """Send the remaining data, and detach from the model."""
         self._norm.stop()
         config = next(getattr(self._trainer, name) for name in _CONFIG if hasattr(self._trainer, name))
         done = self._trainer.step >= config.training.steps

@@ -1,4 +1,4 @@
-"""What a person reads of a service that does not answer: once when it is gone, once when it is back, and at the end."""
+"""Log lines about a service that does not answer: once when it fails, once when it answers again, and at the end."""
 
 import logging
 import time
@@ -12,13 +12,13 @@ from foreshock.monitor.transport.spool import Spool, Store
 logger: Final = logging.getLogger("foreshock")
 
 _FAILURES: Final = 2
-"""Tries in a row that fail before a warning: one may be a service that restarts."""
+"""Number of failed attempts in a row before a warning; a single one may be a restart of the service."""
 _AGAIN_SECONDS: Final = 600.0
-"""Least time between two of these warnings, for a service that comes and goes."""
+"""Minimum time between two of these warnings, if a service repeatedly fails and recovers."""
 
 
 class Outage:
-    """Counts tries without an answer; warns in the first process of a run alone, since all ask the same service."""
+    """Counts attempts without an answer. Only the first process of a run warns, because all use the same service."""
 
     def __init__(self, url: object, *, warns: bool) -> None:
         self._url = url
@@ -29,7 +29,7 @@ class Outage:
         self._why = ""
 
     def failed(self, error: BaseException, route: str = "") -> None:
-        """A try ended without an answer. `route`: the proxy that it used, as words to follow the address."""
+        """Record an attempt without an answer. route: its proxy, as text to append to the address."""
         self._failures += 1
         named = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         self._why = (str(error) if isinstance(error, RouteError) else named) + untrusted(error)
@@ -42,21 +42,21 @@ class Outage:
             )
 
     def answered(self, status: int = 200) -> None:
-        """An answer came, whatever it is."""
+        """Record an answer with any status."""
         if self._warned:
             self._warn(f"the service at {self._url} answers again")
         self._failures, self._warned, self._why = 0, False, f"it answered {status}"
 
     def ended(self, stores: Sequence[Store], dropped: Counter[str]) -> None:
-        """The process ends: what could not be delivered, and what was lost."""
+        """Log undelivered and lost batches when the process ends."""
         kept = [store for store in stores if isinstance(store, Spool) and len(store)]
         lost = sum(len(store) for store in stores if not isinstance(store, Spool))
-        last = f"; the last try: {self._why}" if self._why else ""
+        last = f"; last attempt: {self._why}" if self._why else ""
         if kept:
             count, folder = sum(map(len, kept)), kept[0].path.parent
             self._warn(f"not sent yet: {_batches(count)} in {folder}, for the next process of this run to send{last}")
         if lost:
-            self._warn(f"lost, since no service at {self._url} took them and there is no spool: {_batches(lost)}{last}")
+            self._warn(f"lost: {self._url} did not accept them and no spool is set: {_batches(lost)}{last}")
         if dropped:
             counts = ", ".join(f"{count} ({reason})" for reason, count in sorted(dropped.items()))
             self._warn(f"events that were never sent: {counts}")

@@ -1,4 +1,4 @@
-"""A POST of a batch that no slow name server and no endless answer holds up, and when it is sent again."""
+"""POST batches, without blocking on slow name servers or endless answers, and decide when to send them again."""
 
 import asyncio
 import json
@@ -25,14 +25,14 @@ logger: Final = logging.getLogger("foreshock")
 
 FIRST_DELAY_SECONDS: Final = 1.0
 LONGEST_DELAY_SECONDS: Final = 60.0
-_SPREAD: Final = random.SystemRandom()  # of its own: the trained program's generator is not touched
+_SPREAD: Final = random.SystemRandom()  # does not change the state of the training's generators
 
 
 def headers_of(own: str, own_age_seconds: float, boot: str) -> dict[str, str]:
-    """The headers of a batch of the process start `boot` that the process start `own`, of this age, sends.
+    """Return the headers of a batch of process instance `boot`, sent by process instance `own` of this age.
 
-    A dead one is older than who found its spool: by their names, which are times on the clocks of their nodes, if that
-    is so.
+    The names of process instances contain the start time by the clock of their node. If `boot` is a dead process, the
+    difference of these times is added to the age, if it is positive.
     """
     if boot == own:
         return {AGE_HEADER: f"{own_age_seconds:.3f}"}
@@ -54,11 +54,11 @@ class Bearer:
 
     @property
     def header(self) -> dict[str, str]:
-        """Empty without a token."""
+        """Return the Authorization header; {} without a token."""
         return {} if self._token is None else {"Authorization": f"Bearer {self._token.get_secret_value()}"}
 
     def renewed(self) -> bool:
-        """Read the file again; whether it holds another token now. A file that cannot be used changes nothing."""
+        """Read the file again; return whether it contains a different token. An unusable file is ignored."""
         if self._file is None:
             return False
         before = self._token
@@ -75,32 +75,32 @@ _HEADERS: Final = {
 
 
 class Answer(NamedTuple):
-    """What is read of an answer; nothing else of it outlives the request."""
+    """The parts of a response that are used."""
 
     status: int
     retry_after: str | None = None
     body: bytes | None = None
-    """None when it is longer than wire.MAX_ACK_BYTES."""
+    """None if it is longer than wire.MAX_ACK_BYTES."""
 
 
 class Connection:
-    """POSTs batches to one service, by the route that the environment names.
+    """POSTs batches to one service, by the proxy that the environment sets.
 
-    It drives httpx's transport without its client, which would keep cookies, read the address of a redirect, and log
+    It uses httpx's transport without httpx's client, because the client would store cookies, parse redirects, and log
     a line for each request.
     """
 
     def __init__(self, url: str, seconds: float) -> None:
         base = httpx.URL(url)
         self._url = base.copy_with(raw_path=base.raw_path.rstrip(b"/") + b"/v1/batches")
-        # shorter than the total deadline: a handshake that times out closes its socket, a cancelled one does not
+        # shorter than the total deadline, because a handshake closes its socket on timeout, but not on cancellation
         self._timeout = httpx.Timeout(seconds, connect=0.4 * seconds).as_dict()
         self._transport: httpx.AsyncHTTPTransport | None = None
         self.route = ""
-        """Which proxy is used, as words to follow the address; empty without one."""
+        """The proxy, as text to append to the address; empty without a proxy."""
 
     def open(self) -> None:
-        """Before each `post`. Raises RouteError while a variable of the environment cannot be used."""
+        """Open the transport; call it before each `post`. Raises RouteError if an environment variable is invalid."""
         if self._transport is not None:
             return
         route = route_to(str(self._url))
@@ -110,7 +110,7 @@ class Connection:
         self._transport = httpx.AsyncHTTPTransport(verify=route.tls, proxy=route.proxy, trust_env=False)
 
     async def post(self, payload: bytes, headers: dict[str, str]) -> Answer:
-        """Raises OSError and httpx's errors."""
+        """Send a batch and return the answer. Raises OSError and httpx's errors."""
         assert self._transport is not None
         request = httpx.Request(
             "POST", self._url, headers=_HEADERS | headers, content=payload, extensions={"timeout": self._timeout}
@@ -128,7 +128,7 @@ class Connection:
             await response.aclose()
 
     async def close(self) -> None:
-        """Close the connections; the next `open` reads the environment and its files again."""
+        """Close the connections; the next `open` reads the environment and certificate files again."""
         transport, self._transport = self._transport, None
         if transport is not None:
             with suppress(Exception):
@@ -136,10 +136,10 @@ class Connection:
 
 
 def speaks_of_the_batch(answer: Answer) -> bool:
-    """Whether a refusal concerns the batch itself, so that sending it again is useless.
+    """Whether the service rejected the batch itself, so that sending it again is useless.
 
-    A 400 without JSON comes from a server that did not read the batch, such as one that finds the request's head too
-    long. Every other refusal (a redirect, a token, an address, a limit) ends when a person corrects the setting.
+    A 400 without JSON comes from a server that did not read the batch, for example because the request's headers are
+    too long. All other errors (redirect, token, address, limit) end when a person corrects the setting.
     """
     if answer.status != 400:
         return answer.status == 422
@@ -151,10 +151,10 @@ def speaks_of_the_batch(answer: Answer) -> bool:
 
 
 class ResolvingLoop(asyncio.SelectorEventLoop):
-    """Resolves names in daemon threads: the executor's threads would be waited for when the interpreter exits."""
+    """Resolves names in daemon threads, because the interpreter waits for an executor's threads at exit."""
 
     async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
-        """As the base class."""
+        """Resolve a name, as the base class does."""
         future: asyncio.Future[Any] = self.create_future()
 
         def resolve() -> None:
@@ -162,9 +162,9 @@ class ResolvingLoop(asyncio.SelectorEventLoop):
                 settle = partial(future.set_result, socket.getaddrinfo(host, port, **options))
             except OSError as failure:
                 settle = partial(future.set_exception, failure)
-            except UnicodeError as failure:  # a name that is not one, as of a proxy in the environment
+            except UnicodeError as failure:  # an invalid name, for example of a proxy in the environment
                 settle = partial(future.set_exception, OSError(f"not the name of a host: {failure}"))
-            with suppress(RuntimeError):  # the loop is closed; nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed
                 self.call_soon_threadsafe(lambda: None if future.done() else settle())
 
         threading.Thread(target=resolve, name="foreshock-resolver", daemon=True).start()
@@ -172,27 +172,27 @@ class ResolvingLoop(asyncio.SelectorEventLoop):
 
 
 def is_retryable(status: int) -> bool:
-    """408, 429 and every 5xx: trouble that passes by itself."""
+    """Whether a status is a temporary error: 408, 429 or any 5xx."""
     return status in (408, 429) or 500 <= status < 600
 
 
 def retry_delay(failures: int, retry_after: str | None, random_unit: float | None = None) -> float:
-    """Seconds to wait after `failures` (1 or more) failures in a row, 1 to 60, spread out so that clients part ways.
+    """Return the delay after `failures` (1 or more) failures in a row, 1 to 60 seconds, with jitter.
 
-    A valid Retry-After lengthens the wait, up to the longest; it never shortens it.
+    A valid Retry-After can lengthen the delay, up to the maximum, but never shortens it.
     """
     unit = _SPREAD.random() if random_unit is None else random_unit
     ceiling = min(FIRST_DELAY_SECONDS * float(2 ** min(failures - 1, 16)), LONGEST_DELAY_SECONDS)
     own = max(FIRST_DELAY_SECONDS, ceiling * (0.5 + 0.5 * unit))
     try:
-        asked = float(retry_after or 0)  # the form of a date is not read: it depends on two clocks
+        asked = float(retry_after or 0)  # dates are ignored: they depend on two clocks
     except ValueError:
         return own
     return min(max(own, asked * (1 + 0.25 * unit)), LONGEST_DELAY_SECONDS) if math.isfinite(asked) else own
 
 
 def without_samples(payload: bytes) -> bytes | None:
-    """A batch without its samples, for a proxy with a limit: empty if it held no more, None if it held none."""
+    """Remove the samples from a batch for a proxy with a size limit: b"" if only samples, None if no samples."""
     batch = json.loads(payload)
     others = [event for event in batch["events"] if event["kind"] != "sample"]
     if len(others) == len(batch["events"]):

@@ -1,8 +1,8 @@
-"""A folder that belongs to this user alone, and its files, opened so that no other user can change them.
+"""A folder that only this user can write to, and its files, opened so that other users cannot change them.
 
-It may lie where everybody writes (/var/tmp), so somebody else may have made it first, or put links into it. Who may
-rename a folder above it can at most lead the agent to another folder of this user that is closed to others. There the
-agent makes files of its own, and touches no other.
+It may be in a world-writable folder (/var/tmp), so another user may have created it first, or put links into it. A user
+who can rename a parent folder can at most redirect the agent to another private folder of this user. There the agent
+creates its own files, and does not change any others.
 """
 
 import errno
@@ -15,25 +15,25 @@ from pathlib import Path
 from typing import Final
 
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a planted fifo must not hold the open up
+_FILE: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # open must not block on a planted FIFO
 
 
 class PrivateFolder:
-    """An open folder whose files are reached through its descriptor, wherever its path leads later.
+    """An open folder whose files are accessed through its descriptor, even if its path changes later.
 
-    Raises PermissionError, with a sentence in `strerror`, for a folder of another user, one that others may write to,
-    and a link; every method may raise OSError.
+    Raises PermissionError, with a sentence in `strerror`, for a folder of another user, a folder that others may write
+    to, and a link. Every method may raise OSError.
     """
 
     def __init__(self, path: Path) -> None:
         self.path: Final = path
         for missing in [each for each in (*reversed(path.parents), path) if not each.exists()]:
             with suppress(FileExistsError):
-                missing.mkdir(mode=0o700)  # `parents=True` would leave these to the umask
+                missing.mkdir(mode=0o700)  # with `parents=True`, the umask would decide their mode
         self._fd = _opened(path, path, _FOLDER)
 
     def open_locked(self, name: str, seconds: float, create: int = 0) -> int:
-        """Open and lock a regular file of this user, trying for `seconds`: meanwhile another process may remove it.
+        """Open and lock a regular file of this user. Retry for `seconds`, because another process may remove the file.
 
         create: os.O_CREAT or 0. Raises PermissionError for any other kind of file.
         """
@@ -55,33 +55,33 @@ class PrivateFolder:
             time.sleep(0.005)
 
     def names(self) -> list[str]:
-        """What lies in it, sorted."""
+        """Return the names in the folder, sorted."""
         return sorted(os.listdir(self._fd))
 
     def remove(self, name: str) -> None:
-        """Unlink a file, if it is still there."""
+        """Unlink a file, if it still exists."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
 
     def close(self) -> None:
-        """Close the descriptor; nothing can be reached through it any more."""
+        """Close the descriptor; the folder cannot be used any more."""
         os.close(self._fd)
 
 
 def refused(path: Path, why: str) -> PermissionError:
-    """What is raised for something that the agent leaves alone."""
+    """Return the error for a file or folder that the agent does not use."""
     return PermissionError(errno.EPERM, f"{path} {why}", str(path))
 
 
 def _opened(name: Path | str, path: Path, flags: int, place: int | None = None) -> int:
-    """A descriptor of what is there under `name`, proven to be this user's own; `path` is what errors call it."""
+    """Open `name` and check that it belongs to this user and is private; errors contain `path`."""
     try:
         fd = os.open(name, flags, 0o600, dir_fd=place)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
             raise
         kind = "folder" if flags & os.O_DIRECTORY else "regular file"
-        raise refused(path, f"is no {kind}; a link is not followed") from None
+        raise refused(path, f"is not a {kind}; links are not followed") from None
     why = _not_private(os.fstat(fd))
     if why is not None:
         os.close(fd)
@@ -91,11 +91,11 @@ def _opened(name: Path | str, path: Path, flags: int, place: int | None = None) 
 
 def _not_private(found: os.stat_result) -> str | None:
     if found.st_uid != os.geteuid():
-        return f"belongs to user {found.st_uid}, not to user {os.geteuid()} of this process; name a folder of its own"
+        return f"belongs to user {found.st_uid}, not to user {os.geteuid()} of this process; set another folder"
     if found.st_mode & 0o022:
-        return f"may be written to by others (mode {stat.S_IMODE(found.st_mode):o}); chmod go-w it, or name another"
+        return f"may be written to by others (mode {stat.S_IMODE(found.st_mode):o}); chmod go-w it, or set another"
     if stat.S_ISDIR(found.st_mode):
         return None
     if not stat.S_ISREG(found.st_mode):
-        return "is no regular file"
+        return "is not a regular file"
     return "has a second name, a hard link" if found.st_nlink > 1 else None

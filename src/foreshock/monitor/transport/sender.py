@@ -1,7 +1,7 @@
-"""Carries events to the service: one daemon thread, which gathers them into batches, spools them and posts them.
+"""Send events to the service: one daemon thread collects them into batches, spools them and posts them.
 
-The training thread only appends to a queue, without a lock, so that it can be called from anywhere, a signal handler
-included. The thread runs an event loop, whose timeouts are total deadlines on the monotonic clock.
+The training thread only appends to a queue, without a lock, so that it can be called from anywhere, even from a signal
+handler. The daemon thread runs an event loop, whose timeouts are total deadlines on the monotonic clock.
 """
 
 import asyncio
@@ -42,22 +42,22 @@ MAX_BATCH_EVENTS: Final = 256
 BATCH_BYTES: Final = 4 * 2**20
 MAX_COMMANDS: Final = 1024
 SLOW_FAILURES: Final = 8
-"""Where an answer waits for somebody to mend something, the back-off begins as after this many failures: a minute."""
+"""If a person has to correct a setting, the back-off starts as after this many failures: one minute."""
 MAX_TRIES_TOO_LARGE: Final = 60
-"""Tries of a batch that is too large without its samples; then it goes, for those behind it."""
+"""Attempts for a batch that is too large even without its samples; then it is dropped, so that later ones are sent."""
 TOKEN_REFUSED: Final = (401, 403)
-"""After one of these, the file of the token is looked at every TOKEN_SECONDS, and a new token is tried at once."""
+"""After one of these, the token file is read every TOKEN_SECONDS, and a new token is tried at once."""
 TOKEN_SECONDS: Final = 1.0
 EVENT_BYTES: Final = 1024
-"""What an event without arrays counts for in the queue."""
+"""Assumed size of an event without arrays in the queue."""
 
 
 _DROPPED_FIRST: Final = wire.Sample | SampleDraft
-"""Where not everything can be kept; a draft becomes one of the measured."""
+"""Events that are dropped first if space is short: samples, built or not."""
 
 
 class Sender:
-    """Sends the events of one process start. `health` gives (step, contained faults by component)."""
+    """Sends the events of one process instance. health: returns (step, contained errors by component)."""
 
     def __init__(self, config: AgentConfig, *, run: str, boot: str, health: Callable[[], tuple[int, dict[str, int]]]):
         self._config = config
@@ -68,7 +68,7 @@ class Sender:
         """Events lost, by reason."""
         self.faults: Counter[str] = Counter()
         self._events: deque[tuple[int, wire.Event | SampleDraft]] = deque()
-        self._bytes_in = self._bytes_out = 0  # one writer each, so no lock
+        self._bytes_in = self._bytes_out = 0  # each has one writer, so they do not need a lock
         self._commands: deque[wire.Command] = deque()
         self._sequence = 0
         self._began_at = time.monotonic()
@@ -79,7 +79,7 @@ class Sender:
         self._stores: list[Store] = []
         self._memory = MemoryStore(boot, config.queue_bytes)
         self._own: Store = self._memory
-        """Where new batches are kept: the spool while there is one."""
+        """Store for new batches: the spool if there is one, else memory."""
         self._bearer = Bearer(config.token, config.token_file)
         self._connection = Connection(str(config.url), config.request_seconds)
         self._outage = Outage(config.url, warns=config.rank == 0)
@@ -104,7 +104,7 @@ class Sender:
         self._thread.start()
 
     def put(self, event: wire.Event | SampleDraft) -> None:
-        """Queue an event; never waits. A sample that finds the queue full is dropped and counted."""
+        """Queue an event without waiting. If the queue is full, a sample is dropped and counted."""
         if isinstance(event, wire.Started):
             self._started = event
         size = _size(event)
@@ -118,11 +118,11 @@ class Sender:
         self._events.append((size, event))
 
     def commands(self) -> list[wire.Command]:
-        """The commands that came in since the last call."""
+        """Return the commands received since the last call."""
         return [self._commands.popleft() for _ in range(len(self._commands))]
 
     def close(self, seconds: float) -> None:
-        """Send what waits, for at most `seconds`; what is left stays in the spool."""
+        """Send waiting events, for at most `seconds`; the rest stays in the spool."""
         self._close_seconds = seconds
         if not self._thread.is_alive():
             return
@@ -193,7 +193,7 @@ class Sender:
                 self._cut()
 
     def _cut(self) -> None:
-        """Gather what waits into batches, and keep them in the spool or in memory."""
+        """Collect waiting events into batches, and store these in the spool or in memory."""
         while events := self._take():
             self._keep(events)
         idle = time.monotonic() - self._last_batch_at >= self._config.heartbeat_seconds
@@ -215,7 +215,7 @@ class Sender:
         return events
 
     def _finished(self, waiting: wire.Event | SampleDraft) -> wire.Event | None:
-        """The event itself. A draft that cannot be built is a fault of ours, and costs no other event."""
+        """Return the event, built if it is a draft. If a draft cannot be built, only this event is lost."""
         if not isinstance(waiting, SampleDraft):
             return waiting
         try:
@@ -232,7 +232,7 @@ class Sender:
 
     def _keep(self, events: list[wire.Event]) -> None:
         if not self._append(events, force=False):
-            # what was decided and done is kept when samples no longer fit
+            # store other events even if samples no longer fit
             words = [event for event in events if not isinstance(event, wire.Sample)]
             kept = len(words) if words and self._append(words, force=True) else 0
             self.dropped["queue_full" if self._own is self._memory else "spool_full"] += len(events) - kept
@@ -267,7 +267,7 @@ class Sender:
             with self._guard:
                 waiting = self._oldest()
                 if waiting is None:
-                    if self._all_cut:  # not at the stop itself, which comes before the last batch is cut
+                    if self._all_cut:  # not already at the stop, because the last batch is cut after it
                         return
                     self._more.clear()
                     await self._more.wait()
@@ -277,7 +277,7 @@ class Sender:
                 await asyncio.sleep(1)
 
     def _oldest(self) -> tuple[Store, int, bytes] | None:
-        """The oldest batch of this process start or, when all are sent, one of a dead process's."""
+        """Return the oldest batch of this process instance or, if all are sent, of a dead process."""
         for store in self._stores:
             try:
                 waiting = store.peek()
@@ -292,7 +292,7 @@ class Sender:
         return None
 
     async def _back_off(self) -> bool:
-        """Wait before the next try; True when the agent closes meanwhile."""
+        """Wait before the next attempt; True if the agent closes meanwhile."""
         assert self._stop is not None
         until = time.monotonic() + retry_delay(self._failures, self._retry_after)
         closing = False
@@ -305,7 +305,7 @@ class Sender:
         return closing
 
     async def _deliver(self, store: Store, sequence: int, payload: bytes) -> bool:
-        """Post one batch; True when it is done with: stored, or refused for good."""
+        """Post one batch; True if it is finished: stored by the service, or rejected for good."""
         self._retry_after = None
         words_only = False
         headers = headers_of(self._boot, time.monotonic() - self._began_at, store.boot) | self._bearer.header
@@ -318,7 +318,7 @@ class Sender:
                     answer = await self._connection.post(smaller, headers) if smaller else Answer(422)
         except (TimeoutError, httpx.HTTPError, OSError) as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                await self._connection.close()  # the next try reads the trusted certificates again
+                await self._connection.close()  # the next attempt reads the trusted certificates again
             self._outage.failed(error, self._connection.route)
             self._failures += 1
             return False
@@ -351,14 +351,14 @@ class Sender:
         if status != self._logged_status:
             self._logged_status = status
             logger.warning(
-                "foreshock: the service or a proxy answers %d: look at the token (401, 403), the address (3xx, 404), "
-                "the largest head (400, 431) and the largest body (413); batches are kept and tried again about once "
+                "foreshock: the service or a proxy answers %d: check the token (401, 403), the address (3xx, 404), "
+                "the header limit (400, 431) and the body limit (413); batches are stored and sent again about once "
                 "a minute",
                 status,
             )
 
     def _acknowledged(self, store: Store, sequence: int, body: bytes | None) -> bool:
-        """Whether the answer acknowledges this batch; its commands are taken if it does."""
+        """Whether the answer acknowledges this batch; if it does, queue its commands."""
         if body is None:
             return False
         try:
@@ -367,8 +367,8 @@ class Sender:
             return False
         if ack.boot != store.boot or not sequence <= ack.acknowledged <= max(store.highest, sequence):
             return False
-        self._commands.extend(ack.commands[: max(MAX_COMMANDS - len(self._commands), 0)])  # others come again
-        # asked by every answer until the batch that holds it has come
+        self._commands.extend(ack.commands[: max(MAX_COMMANDS - len(self._commands), 0)])  # the service repeats others
+        # every answer requests `Started` until the service has the batch that contains it
         lately = time.monotonic() - self._started_sent_at < self._config.heartbeat_seconds
         self._send_started |= ack.send_started and store.boot == self._boot and not lately
         return True

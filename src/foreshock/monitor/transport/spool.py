@@ -1,9 +1,9 @@
 """Unsent batches, in memory or on disk: an append-only file of framed, checksummed records that outlives the process.
 
-A record is `FSK1`, payload length, CRC-32 of sequence and payload, sequence, payload; integers little-endian. A record
-is readable once its write returned: it survives SIGKILL, not a power cut (nothing is synced). A torn tail is cut, a
-damaged record is skipped, whatever stands before and after it is kept. A file that is no spool, or one that is larger
-than a spool may be, is neither read nor changed.
+A record is `FSK1`, payload length, CRC-32 of sequence and payload, sequence, payload; integers are little-endian. A
+record is readable once its write returned: it survives SIGKILL, but not a power cut (the file is not synced). A torn
+tail is truncated; a damaged record is skipped without losing the records around it. A file that is not a spool, or is
+larger than a spool may be, is neither read nor changed.
 """
 
 import hashlib
@@ -26,11 +26,11 @@ _CHUNK: Final = 1 << 16
 _SUFFIX: Final = ".spool"
 _pwrite: Final = os.pwrite
 _LOCK_SECONDS: Final = 2.0
-"""How long a process waits for its own spool, which another that starts at the same moment may be looking into."""
+"""How long a process waits for the lock of its own spool, which another starting process may hold for a moment."""
 
 
 class Record(NamedTuple):
-    """Where one batch lies in a spool's file."""
+    """Position of one batch in a spool's file."""
 
     offset: int
     size: int
@@ -39,7 +39,7 @@ class Record(NamedTuple):
 
 
 def frame(sequence: int, payload: bytes) -> bytes:
-    """One record as it stands in the file."""
+    """Return one record in the file's format."""
     return _HEADER.pack(_MAGIC, len(payload), _checksum(sequence, payload), sequence) + payload
 
 
@@ -48,15 +48,15 @@ def _checksum(sequence: int, payload: bytes) -> int:
 
 
 class Spool:
-    """The unsent batches of one process start, first in first out. Every method may raise OSError.
+    """The unsent batches of one process instance, first in first out. Every method may raise OSError.
 
-    The file is locked while a process holds it, so that only the batches of dead processes are replayed by others.
-    left: taken up from a dead process; of its records only those are taken that name the run and the process too.
+    A process locks its file, so that other processes replay only the batches of dead processes. left: the file is a
+    dead process's; only records that contain its run and process instance are used.
     """
 
     def __init__(self, folder: PrivateFolder, run: str, boot: str, max_bytes: int, *, left: bool = False) -> None:
         self.boot: Final = boot
-        """The process start whose batches these are."""
+        """The process instance of these batches."""
         self.path: Final = folder.path / f"{_prefix(run)}{boot}{_SUFFIX}"
         self._folder, self._run, self._max_bytes, self._left = folder, run, max_bytes, left
         waits, create = (0.0, 0) if left else (_LOCK_SECONDS, os.O_CREAT)
@@ -76,20 +76,20 @@ class Spool:
             raise refused(self.path, f"is larger than {self._most_bytes} bytes, twice FORESHOCK_SPOOL_BYTES")
         records = deque(_scan(self._fd))
         begins = _read(self._fd, 0, len(_MAGIC))
-        if not records and begins != _MAGIC[: len(begins)]:  # a torn first record is one of ours
-            raise refused(self.path, "holds no batches")
+        if not records and begins != _MAGIC[: len(begins)]:  # a torn first record is accepted
+            raise refused(self.path, "does not contain batches")
         return records
 
     @property
     def _most_bytes(self) -> int:
-        """Words go where samples no longer fit, up to here."""
+        """Limit for events other than samples, which are stored even if samples no longer fit."""
         return 2 * self._max_bytes
 
     def __len__(self) -> int:
         return len(self._records)
 
     def append(self, sequence: int, payload: bytes, *, force: bool = False) -> bool:
-        """Keep a batch; False when it does not fit in `max_bytes` (`force` allows as much again)."""
+        """Store a batch; False if it does not fit in `max_bytes` (with `force`: twice that)."""
         record = frame(sequence, payload)
         if self._end + len(record) > (self._most_bytes if force else self._max_bytes):
             return False
@@ -104,9 +104,9 @@ class Spool:
         return True
 
     def peek(self) -> tuple[int, bytes] | None:
-        """The oldest batch, (sequence, payload); None when all are sent.
+        """Return the oldest batch, (sequence, payload); None if all are sent.
 
-        A record that decayed on disk, or belongs to another run, is skipped.
+        A record that was damaged on disk, or belongs to another run, is skipped.
         """
         while self._records:
             record = self._records[0]
@@ -119,7 +119,7 @@ class Spool:
         return None
 
     def _is_foreign(self, sequence: int, payload: bytes) -> bool:
-        """Whether a dead process's batch names another run or process: it would be sent with this process's token."""
+        """Whether a dead process's batch names another run or process: do not send it with this process's token."""
         try:
             batch = json.loads(payload)
             return [batch[key] for key in ("run", "boot", "sequence")] != [self._run, self.boot, sequence]
@@ -127,7 +127,7 @@ class Spool:
             return True
 
     def pop(self) -> None:
-        """Forget the oldest batch, which is stored elsewhere now."""
+        """Remove the oldest batch, which the service has stored."""
         self._records.popleft()
         if not self._records:
             os.ftruncate(self._fd, 0)
@@ -139,7 +139,7 @@ class Spool:
         start = self._records[0].offset
         position = 0
         while chunk := _read(self._fd, start + position, _CHUNK):
-            # the copy ends where the original begins at the latest: nothing unsent is overwritten
+            # the copy ends at the latest where the original begins, so unsent data is not overwritten
             _write_all(self._fd, chunk, position)
             position += len(chunk)
         os.ftruncate(self._fd, position)
@@ -147,7 +147,7 @@ class Spool:
         self._end = position
 
     def close(self) -> None:
-        """Unlock; an empty file is removed."""
+        """Unlock the file, and remove it if it is empty."""
         if self._fd < 0:
             return
         if not self._records:
@@ -157,12 +157,13 @@ class Spool:
 
 
 def _prefix(run: str) -> str:
-    """How the names of a run's files begin: a name that people give never becomes a path."""
+    """Return the prefix of a run's file names: a hash, because a run name from a user must not become a path."""
     return hashlib.sha256(run.encode()).hexdigest()[:32] + "-"
 
 
 def leftovers(folder: PrivateFolder, run: str, max_bytes: int) -> tuple[list[Spool], int]:
-    """Spools of dead processes of this run, oldest first, and how many files were removed to hold `max_bytes`."""
+    """Return the spools of this run's dead processes, oldest first, and the number of files removed to stay within
+    `max_bytes`."""
     kept: list[Spool] = []
     total = removed = 0
     prefix = _prefix(run)
@@ -170,10 +171,10 @@ def leftovers(folder: PrivateFolder, run: str, max_bytes: int) -> tuple[list[Spo
         try:
             spool = Spool(folder, run, name.removeprefix(prefix).removesuffix(_SUFFIX), max_bytes, left=True)
         except PermissionError as error:
-            logger.warning("foreshock: not sent and not touched: %s", error.strerror)
+            logger.warning("foreshock: not sent and not changed: %s", error.strerror)
             continue
         except OSError:
-            continue  # a living process holds it, or it is gone
+            continue  # a running process has locked it, or it was removed
         total += spool._end
         if len(spool) and total <= max_bytes:
             kept.append(spool)
@@ -213,7 +214,7 @@ def _find_magic(fd: int, start: int, size: int) -> int | None:
 
 
 def _read(fd: int, offset: int, size: int) -> bytes:
-    """Up to `size` bytes from `offset`; fewer at the end of the file."""
+    """Read up to `size` bytes from `offset`; fewer at the end of the file."""
     parts = []
     while size and (part := os.pread(fd, size, offset)):
         parts.append(part)
@@ -231,7 +232,7 @@ def _write_all(fd: int, data: bytes, offset: int) -> None:
 
 
 class MemoryStore:
-    """Batches in memory, where there is no spool."""
+    """Batches in memory, if there is no spool."""
 
     def __init__(self, boot: str, max_bytes: int) -> None:
         self.boot: str = boot
@@ -244,7 +245,7 @@ class MemoryStore:
         return len(self._batches)
 
     def append(self, sequence: int, payload: bytes, *, force: bool = False) -> bool:
-        """Keep a batch; False when it does not fit (`force` allows half as much again)."""
+        """Store a batch; False if it does not fit in `max_bytes` (with `force`: 1.5 times that)."""
         bound = self._max_bytes * 3 // 2 if force else self._max_bytes
         if self._bytes + len(payload) > bound:
             return False
@@ -254,11 +255,11 @@ class MemoryStore:
         return True
 
     def peek(self) -> tuple[int, bytes] | None:
-        """The oldest batch, (sequence, payload)."""
+        """Return the oldest batch, (sequence, payload), or None."""
         return self._batches[0] if self._batches else None
 
     def pop(self) -> None:
-        """Forget the oldest batch."""
+        """Remove the oldest batch."""
         self._bytes -= len(self._batches.popleft()[1])
 
 
