@@ -156,7 +156,7 @@ def test_a_trainer_whose_model_cannot_be_watched_trains_on(caplog: pytest.LogCap
     args._n_gpu = 2
     with caplog.at_level(logging.WARNING, "foreshock"):
         for given, why in (
-            ({}, "hands its callbacks no model"),
+            ({}, "does not pass the model to its callbacks"),
             ({"model": gpt2()}, "use DistributedDataParallel, with torchrun"),
         ):
             callback = ForeshockCallback(**EVERY_STEP | {"strict": False})
