@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from tests.monitor.executions import Mode, Trained, unwatched
 from tests.monitor.probing import OF_SAMPLED_ROWS
-from tests.monitor.stand_ins import attending, flash_attn_2, flash_attn_3, flash_attn_4, xformers_fmha
+from tests.monitor.stand_ins import attending, flash_attn_2, flash_attn_3, flash_attn_4
 from tests.monitor.tiny_models import tiny_gpt
 from torch import Tensor, nn
 
@@ -85,28 +85,12 @@ def longer(x: Tensor) -> Tensor:
 
 
 TWO = flash_attn_2
-THREE, FOUR, XFORMERS = flash_attn_3, flash_attn_4, xformers_fmha
+THREE, FOUR = flash_attn_3, flash_attn_4
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-ENDS = XFORMERS.SeqLenInfo(BOUNDS, 12, 5)
-
-
-def efficient(bias: Any, **options: Any) -> Call:
-    return lambda q, k, v: XFORMERS.memory_efficient_attention(q, wide(k, q), wide(v, q), bias, **options)
 
 
 def masked(length: int) -> Tensor:
     return torch.zeros(length, length).masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -math.inf)
-
-
-def rows_as_one(call: Call) -> Call:
-    return lambda *x: call(*(each.reshape(1, -1, *each.shape[2:]) for each in x)).view(x[0].shape)
-
-
-def grouped(query: Tensor, key: Tensor, value: Tensor) -> Any:
-    """[B, M, G, H, K] with the keys of a group expanded."""
-    query = query.unflatten(2, (2, 2))  # type: ignore[no-untyped-call]
-    key, value = (x.unsqueeze(3).expand(query.shape) for x in (key, value))
-    return XFORMERS.memory_efficient_attention(query, key, value, XFORMERS.LowerTriangularMask()).flatten(2, 3)
 
 
 PACKED = (BOUNDS, BOUNDS.clone(), 12, 12)
@@ -150,29 +134,6 @@ CALLS: dict[str, tuple[Call, dict[str, Any]]] = {
     ),
     "4": (lambda q, k, v: FOUR.flash_attn_func(q, k, v, causal=True), {"causal": True}),
     "4, window": (lambda q, k, v: FOUR.flash_attn_func(q, k, v, window_size=(3, None)), {"window": (3, -1)}),
-    "xformers": (efficient(None), {}),
-    "xformers, bias": (
-        lambda q, k, v: efficient(masked(q.shape[1]), scale=0.3)(q, k, v),
-        {"causal": True, "scale": 0.3},
-    ),
-    "xformers, causal and bias": (
-        lambda q, k, v: efficient(XFORMERS.LowerTriangularMaskWithTensorBias(masked(q.shape[1])))(q, k, v),
-        {"causal": True},
-    ),
-    "xformers, more keys": (
-        lambda q, k, v: efficient(XFORMERS.LowerTriangularFromBottomRightMask())(q, longer(k), longer(v)),
-        {"causal": True, "longer": True},
-    ),
-    "xformers, causal window": (
-        efficient(XFORMERS.LowerTriangularFromBottomRightLocalAttentionMask(4)),
-        {"causal": True, "window": (3, -1)},
-    ),
-    "xformers, window": (efficient(XFORMERS.LocalAttentionFromBottomRightMask(3, 2)), {"window": (3, 2)}),
-    "xformers, packed": (
-        rows_as_one(efficient(XFORMERS.BlockDiagonalCausalMask(ENDS, ENDS))),
-        {"causal": True, "ends": BOUNDS},
-    ),
-    "xformers, grouped heads": (grouped, {"causal": True}),
 }
 
 

@@ -259,7 +259,6 @@ SHAPES: dict[str, tuple[Given, Given]] = {
         (attention(4, drawn(3, 1)), (WINDOWS,)),
         (attention(4, drawn(3, 1).repeat(2, 1, 1, 1)), (FLAT,)),
     ),
-    "as many windows as heads": ((attention(3), (WINDOWS,)), (attention(3), (FLAT,))),
     "queries that all entries of a batch share": (
         (attention(3), (ENTRIES, LATENTS)),
         (attention(3), (ENTRIES, LATENTS.expand(4, -1, -1))),

@@ -15,36 +15,29 @@ from tests.monitor.executions import EVERY_STEP, STEPS, Mode, Trained, unwatched
 from tests.monitor.library_calls import (
     BOUNDS,
     CALLS,
-    ENDS,
     FOUR,
     KEPT,
     PACKED,
     SLOPES,
     THREE,
     TWO,
-    XFORMERS,
     Call,
     Grouped,
     alone,
     assert_alike,
-    efficient,
     flat,
     masked,
     model_of,
     of_pytorch,
-    rows_as_one,
     wide,
 )
 from tests.monitor.stand_ins import (
     flash_attn_2,
     flash_attn_3,
     flash_attn_4,
-    megatron,
     transformer_engine,
-    xformers_fmha,
 )
 from tests.monitor.stand_ins.flash_attn_2 import flash_attn_func as imported_by_name
-from tests.monitor.stand_ins.megatron import AttnMaskType
 from tests.monitor.tiny_models import tiny_gpt
 from tests.monitor.transformers_models import DECODER, TRANSFORMERS, tiny
 from torch import Tensor, nn
@@ -56,14 +49,14 @@ from transformers import modeling_flash_attention_utils as flash
 from foreshock.monitor import attach
 from foreshock.monitor.model.discovery import find_attention
 
-LIBRARIES = (flash_attn_2, flash_attn_3, flash_attn_4, xformers_fmha)
+LIBRARIES = (flash_attn_2, flash_attn_3, flash_attn_4)
 
 
 @pytest.fixture(autouse=True)
 def _libraries_are_as_they_were() -> Iterator[None]:
-    before = [dict(vars(each)) for each in (*LIBRARIES, *CLASSES)]
+    before = [dict(vars(each)) for each in (*LIBRARIES, Engine)]
     yield
-    assert [dict(vars(each)) for each in (*LIBRARIES, *CLASSES)] == before
+    assert [dict(vars(each)) for each in (*LIBRARIES, Engine)] == before
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -287,8 +280,7 @@ def test_an_argument_that_is_for_flash_attn_alone_leaves_eager_attention_measure
     assert_alike(got, trained(name, "whole", **KEPT))
 
 
-Engine, Megatron = transformer_engine.DotProductAttention, megatron.DotProductAttention
-CLASSES: tuple[type[nn.Module], ...] = (Engine, Megatron)
+Engine = transformer_engine.DotProductAttention
 
 
 class WithCore(Grouped):
@@ -320,11 +312,6 @@ def asked(ask: Callable[..., Tensor], *more: Any, **options: Any) -> Callable[..
     return lambda core, *operands: ask(core, *operands, *more, **options)
 
 
-def with_mask(core: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)
-    return tokens_first(core, query, key, value, attention_mask=mask)
-
-
 Case = tuple[Callable[[], nn.Module], Callable[..., Tensor], dict[str, Any]]
 MODULES: dict[str, Case] = {
     "engine": (lambda: Engine(4, 4, 2), tokens_first, {"causal": True}),
@@ -335,18 +322,6 @@ MODULES: dict[str, Case] = {
         lambda: Engine(4, 4, 2),
         asked(packed, attn_mask_type="padding_causal"),
         {"causal": True, "ends": BOUNDS},
-    ),
-    "megatron": (lambda: Megatron(4, 2, 4), asked(tokens_first, attention_mask=None), {"causal": True}),
-    "megatron, third layer": (
-        lambda: Megatron(4, 2, 4, layer_number=3),
-        asked(tokens_first, attention_mask=None),
-        {"causal": True},
-    ),
-    "megatron, mask": (lambda: Megatron(4, 2, 4, AttnMaskType.padding), with_mask, {"causal": True}),
-    "megatron, window": (
-        lambda: Megatron(4, 2, 4, window_size=(3, 0)),
-        asked(tokens_first, attention_mask=None),
-        {"window": (3, 0)},
     ),
 }
 
@@ -382,9 +357,6 @@ UNKNOWN: dict[str, Callable[[], nn.Module]] = {
     ),
     "learnable_sink, mask_mod to {}.flash_attn_4": lambda: model_of(
         lambda q, k, v: FOUR.flash_attn_func(q, k, v, learnable_sink=SLOPES, mask_mod=masked)
-    ),
-    "a BlockDiagonalPaddedKeysMask to {}.xformers_fmha": lambda: model_of(
-        rows_as_one(efficient(XFORMERS.BlockDiagonalPaddedKeysMask(ENDS, ENDS)))
     ),
     "core_attention_bias to {}.transformer_engine": lambda: model_with(
         lambda: Engine(4, 4, 2), asked(tokens_first, core_attention_bias=torch.zeros(12, 12))

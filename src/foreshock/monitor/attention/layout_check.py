@@ -41,8 +41,6 @@ Numbers = npt.NDArray[np.float64]
 
 _LENGTH: Final = 1e-5
 """Relative difference of two lengths that are called equal, of operands that round less."""
-_ENOUGH: Final = 4
-"""Heads whose lengths in a single token tell one layout from another."""
 _ORDERS: Final = ((0, 1, 2, 3), (0, 2, 1, 3), (0, 3))
 """Which corners of a projection's outputs may be those that attention was given: the same, those of a projection that
 is given tokens before sequences, and those that are the same in any order and where sequences lie end to end."""
@@ -110,16 +108,8 @@ def _gives(side: HeadRows | None, part: Numbers, call: Call) -> bool:
     if rows.max() >= outputs.shape[1]:
         return False
     of_heads = outputs[:, rows.repeat(part.shape[1] // heads, 0)]  # neighbours read one key head
-    return any(
-        _plain(of_heads[list(order)], part[[0, 3] if len(order) == 2 else slice(None)], call.error) for order in _ORDERS
-    )
-
-
-def _plain(ours: Numbers, theirs: Numbers, error: float) -> bool:
-    """As they are, turned by positions or with a bias added. Both [t, H, D]."""
-    changes = ours[1:] - ours[:1], theirs[1:] - theirs[:1]
-    with_bias = ours.shape[1] >= _ENOUGH and bool(np.any(changes[0])) and _as_long(*changes, error)
-    return with_bias or _as_long(ours, theirs, error)
+    orders = ((of_heads[list(order)], part[[0, 3] if len(order) == 2 else slice(None)]) for order in _ORDERS)
+    return any(_as_long(*both, call.error) for both in orders)
 
 
 def _as_long(ours: Numbers, theirs: Numbers, error: float) -> bool:

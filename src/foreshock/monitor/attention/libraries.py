@@ -179,59 +179,6 @@ def _of_varlen(given: dict[str, Any], library: str) -> LibraryCall | str:
     return LibraryCall((query, key, given["value"]), scores, packed, four=lambda x: x[None], as_theirs=lambda x: x[0])
 
 
-_TRIANGULAR: Final = {
-    "LowerTriangularMask": "top_left",
-    "LowerTriangularMaskWithTensorBias": "top_left",
-    "LowerTriangularFromBottomRightMask": "bottom_right",
-    "LowerTriangularFromBottomRightLocalAttentionMask": "bottom_right",
-    "LocalAttentionFromBottomRightMask": "none",
-    "BlockDiagonalMask": "none",
-    "BlockDiagonalCausalMask": "top_left",
-    "BlockDiagonalCausalLocalAttentionMask": "top_left",
-    "BlockDiagonalCausalFromBottomRightMask": "bottom_right",
-    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": "bottom_right",
-}
-"""xformers' biases by name: where their causal diagonal starts in each sequence."""
-
-
-def _of_xformers(given: dict[str, Any], library: str) -> LibraryCall | str:
-    """A call of xformers' memory_efficient_attention: operands [B, M, K], [B, M, H, K] or [B, M, G, H, K]."""
-    asked = given["inp"]
-    bias, kind, dims = asked.attn_bias, type(asked.attn_bias).__name__, asked.query.dim()
-    mask = bias if isinstance(bias, Tensor) else None
-    if bias is not None and mask is None and kind not in _TRIANGULAR:
-        return f"it passes a {kind} to {library}, which is not probed"
-    if getattr(asked, "is_partial", False) or not 3 <= dims <= 5:
-        return f"it asks {library} for a part of its attention, or with {dims} dimensions, which is not probed"
-    if kind == "LowerTriangularMaskWithTensorBias":
-        mask = bias._bias
-    if mask is not None and dims != 4:
-        mask = mask.unsqueeze(1) if dims == 3 else mask.flatten(1, 2)
-    size = getattr(bias, "_window_size", 0) or 0
-    scores = {
-        "mask": mask,
-        "causal": _TRIANGULAR.get(kind, "none"),
-        "window": (getattr(bias, "window_left", size - 1), getattr(bias, "window_right", -1)),
-        "scale": asked.scale,
-        "dropout_p": asked.p,
-    }
-    packed = None
-    if kind.startswith("BlockDiagonal"):
-        queries, keys = bias.q_seqinfo, bias.k_seqinfo
-        packed = Packed(queries.seqstart, keys.seqstart, queries.max_seqlen, keys.max_seqlen)
-    operands = asked.query, asked.key, asked.value
-    if dims == 4:
-        return LibraryCall(operands, scores, packed)
-    if dims == 3:
-        return LibraryCall(operands, scores, packed, four=lambda x: x.unsqueeze(2), as_theirs=lambda x: x.squeeze(2))
-    groups = asked.query.shape[2:4]
-
-    def four(x: Tensor) -> Tensor:  # keys of a group are one, expanded
-        return x[:, :, :, 0] if x.stride(3) == 0 and x.shape[3] > 1 else x.flatten(2, 3)
-
-    return LibraryCall(operands, scores, packed, four=four, as_theirs=lambda x: x.reshape(*x.shape[:2], *groups, -1))
-
-
 _TRANSFORMER_ENGINE: Final = frozenset(
     {
         *("self", "query_layer", "key_layer", "value_layer", "qkv_format", "attn_mask_type", "window_size"),
@@ -298,44 +245,8 @@ def _processes(group: Any) -> int:
     return max(torch.distributed.get_world_size(each) for each in groups)
 
 
-def _of_megatron(given: dict[str, Any], library: str) -> LibraryCall | str:
-    """A call of Megatron's own DotProductAttention: operands [S, B, H, D], the output [S, B, H D]."""
-    module, query, key, mask = (given[name] for name in ("self", "query", "key", "attention_mask"))
-    softmax = module.scale_mask_softmax
-    asked = _asked(given, {"self", "query", "key", "value", "attention_mask", "attn_mask_type"})
-    if getattr(module, "softmax_offset", None) is not None:
-        asked = "softmax_offset"
-    if asked:
-        return f"it passes {asked} to {library}, which is not probed"
-    length, batch, heads, _ = query.shape
-    causal, window = softmax.attn_mask_type.name == "causal", getattr(softmax, "window_size", None)
-    if softmax.is_kernel_available(mask, batch, heads, length, len(key)):  # fused: by the mask or, if causal, without
-        mask, window = None if causal else mask, None
-    elif window is not None:
-        causal, mask = False, None
-    elif mask is not None:
-        causal = False
-    scores = {
-        "mask": None if mask is None else ~mask,
-        "causal": "top_left" if causal else "none",
-        "window": (-1, -1) if window is None else tuple(window),
-        "scale": module.softmax_scale * (softmax.scale or 1.0),
-        "dropout_p": module.attention_dropout.p if module.training else 0.0,
-    }
-
-    def four(x: Tensor) -> Tensor:
-        return x if x.dim() == 4 else x.view(length, batch, heads, -1)
-
-    operands = query, key, given["value"]
-    return LibraryCall(
-        operands, scores, rounds="scores", axes=(1, 2, 0, 3), four=four, as_theirs=lambda x: x.flatten(-2)
-    )
-
-
 _DESCRIBED: Final[dict[Make, Callable[[dict[str, Any], str], LibraryCall | str]]] = {
     "flash_attn": _of_flash,
-    "xformers": _of_xformers,
     "transformer_engine": _of_transformer_engine,
-    "megatron": _of_megatron,
     "varlen": _of_varlen,
 }

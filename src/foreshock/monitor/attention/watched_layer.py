@@ -72,12 +72,7 @@ def numerics_for(query: Tensor, asked: str) -> Any:
 
 def _why_not_third_last(query: Tensor, heads: int) -> str | None:
     """Why a query with windows in a dimension of their own may not be [B, windows, heads, S, D]; None where it is."""
-    like = [dim for dim in range(1, query.dim() - 2) if query.shape[dim] == heads > 1]
-    third_last = query.dim() - 3
-    if like in ([], [third_last]):
-        return None
-    # Heads are parts of a token's features: from one to the next is a shorter way in memory than from token to token.
-    if third_last in like and [dim for dim in like if 0 < query.stride(dim) < query.stride(-2)] == [third_last]:
+    if [dim for dim in range(1, query.dim() - 2) if query.shape[dim] == heads > 1] in ([], [query.dim() - 3]):
         return None
     unclear = f"which dimension holds its {heads} heads is unclear"
     return f"its query has shape {list(query.shape)}: {unclear}; [B, ..., H, S, D] is measured"

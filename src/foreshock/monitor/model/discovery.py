@@ -38,7 +38,7 @@ try:
 except ImportError:  # before torch 2.9
     varlen = None  # type: ignore[assignment]
 
-Make = Literal["flash_attn", "xformers", "transformer_engine", "megatron", "varlen"]
+Make = Literal["flash_attn", "transformer_engine", "varlen"]
 
 ORIGINAL: Final = "_foreshock_original"
 """Attribute of what stands in the place of a library's object: that object."""
@@ -49,9 +49,7 @@ _FLASH_ATTN: Final = [
 _KNOWN: Final[tuple[tuple[str, frozenset[str], Make], ...]] = (
     # flash_attn from 2.3 on, flash_attn_interface (3), flash_attn.cute (4), and their copies in modules of any name
     *((name, frozenset({"softmax_scale", "causal", "window_size"}), "flash_attn") for name in _FLASH_ATTN),
-    ("_memory_efficient_attention", frozenset({"inp", "op"}), "xformers"),
     ("DotProductAttention", frozenset({"query_layer", "qkv_format", "attn_mask_type"}), "transformer_engine"),
-    ("DotProductAttention", frozenset({"query", "attention_mask", "packed_seq_params"}), "megatron"),
 )
 """Name of an object, arguments that it has to take (or it is another's of the same name), and whose it is."""
 _NAMES: Final = frozenset(name for name, _, _ in _KNOWN)
