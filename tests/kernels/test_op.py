@@ -155,6 +155,28 @@ def test_a_mode_sees_the_operators_that_eager_calls_pass_by(
     assert all(torch.equal(one, other) for one, other in zip(plain, in_mode, strict=True))
 
 
+def test_a_default_device_sends_no_call_through_the_dispatcher(dispatched: list[str]) -> None:
+    query, key, value = tensors()
+    plain = flash_attention(query, key, value, causal=True, dropout_p=0.5, state=new_state(4))
+    with torch.device("meta"):
+        out = flash_attention(query, key, value, causal=True, state=new_state(4, "cpu"))
+        torch.autograd.backward(out.float().square().sum())
+    assert dispatched == []
+    assert out.device == plain.device
+    assert all(x.grad is not None and x.grad.device == x.device for x in (query, key, value))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tensors_without_numbers_give_shapes_and_types(packed: bool) -> None:
+    given = [x.detach().to("meta").requires_grad_() for x in (x[:1] for x in tensors())]
+    ends = torch.zeros(3, dtype=torch.int32, device="meta") if packed else None
+    state = torch.zeros(new_state(4).shape, dtype=torch.int64, device="meta")
+    out = flash_attention(*given, causal=True, state=state, cu_seqlens_q=ends, cu_seqlens_k=ends)
+    torch.autograd.backward(out.float().square().sum())
+    of_each = [(x.shape, x.dtype, x.device) for x in (out, *(x.grad for x in given if x.grad is not None))]
+    assert of_each == [(given[0].shape, torch.bfloat16, given[0].device)] * 4
+
+
 @pytest.mark.promise("K10")
 def test_a_profile_names_the_operators() -> None:
     with torch.profiler.profile() as profile:

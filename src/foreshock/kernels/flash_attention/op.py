@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.utils._device import DeviceContext
 
 from foreshock.contract.slots import SLOT_COUNT
 from foreshock.kernels.flash_attention import reference, twice
@@ -109,6 +110,8 @@ def _attention_forward(
     """
     packed = (_adjacent(cu_seqlens_q), _adjacent(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
     given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec))
+    if query.is_meta:
+        return _fake_forward(query, key, value, state, modes, *packed, dropout_seed, spec)  # type: ignore[return-value]
     if (kernels := _kernels(query, given.spec)) is not None:  # the kernels write in the query's layout
         counted = state is not None
         out, residual, lse, row_max, second = kernels.attention_forward(query, key, value, given, counted=counted)
@@ -165,6 +168,8 @@ def _attention_backward(
     `state` is int64 [H, SLOT_COUNT] with any strides (foreshock.contract.slots); None disables the statistics.
     `grad_lse` is the gradient of the log-sum-exp [B, H, Sq]; None means zero.
     """
+    if query.is_meta:
+        return _fake_backward(grad_out, query, key, value)
     saved = Saved(query, key, value, out, out_residual, lse, row_max, second)
     packed = (_adjacent(cu_seqlens_q), _adjacent(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
     given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec))
@@ -259,8 +264,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        by = _attention_forward if _unseen(*inputs[:7]) else attention_forward
-        output: tuple[Tensor, ...] = by(*inputs)
+        output: tuple[Tensor, ...]
+        if _unseen(*inputs[:7]):
+            with torch._C.DisableTorchFunction():  # or a default device would move what the kernels allocate
+                output = _attention_forward(*inputs)
+        else:
+            output = attention_forward(*inputs)
         _setup_context(ctx, inputs, output)
         return output
 
@@ -272,11 +281,12 @@ class _Attention(torch.autograd.Function):
 def _unseen(*tensors: Tensor | None) -> bool:
     """Whether PyTorch's dispatcher would call the operator's function directly with these tensors.
 
-    True if no transform, mode (such as selective checkpointing's), tracer or profiler is active, and every tensor is a
-    plain torch.Tensor without a lazy negation and not a zero tensor without memory.
+    True if no transform, mode (such as selective checkpointing's, but for a default device), tracer or profiler is
+    active, and every tensor is a plain torch.Tensor without a lazy negation and not a zero tensor without memory.
     """
     torch_c = torch._C
-    if torch_c._len_torch_function_stack() or torch_c._autograd._profiler_enabled():
+    modes = (torch_c._get_function_stack_at(at) for at in range(torch_c._len_torch_function_stack()))
+    if torch_c._autograd._profiler_enabled() or any(type(mode) is not DeviceContext for mode in modes):
         return False
     if torch_c._dispatch_tls_local_include_set().raw_repr() & ~_ALWAYS:
         return False
@@ -374,7 +384,7 @@ def flash_attention(
         raise ValueError(
             "attn_mask (an additive bias or mask) is not supported; use causal, window or cu_seqlens instead"
         )
-    if torch.is_autocast_enabled(query.device.type):
+    if not query.is_meta and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) if x.dtype == torch.float32 else x for x in (query, key, value))
     check_tensors(query, key, value, numerics)
@@ -428,7 +438,7 @@ def _longest(rows: Tensor, cu_seqlens: Tensor | None, given: int | None, name: s
     if given is not None and (cu_seqlens.is_cuda or torch.compiler.is_compiling()):
         return given
     known = not torch.compiler.is_compiling() and not (rows.is_cuda and torch.cuda.is_current_stream_capturing())
-    if len(cu_seqlens) < 2 or not known:
+    if len(cu_seqlens) < 2 or not known or rows.is_meta:
         return rows.shape[2]
     longest = int(cu_seqlens.diff().amax())
     if given is not None and given < longest:
