@@ -229,7 +229,7 @@ class Logits(nn.Module):
             old, new = "gradient_checkpointing_enable", "activation_checkpointing_enable"  # before transformers 5.20
             getattr(made, new, getattr(made, old))({"use_reentrant": mode.reentrant})
             made.enable_input_require_grads()
-        made.config.use_cache = False
+        made.config.use_cache = mode.compile is not None  # without one, compiled code passes a mask
         self.model = made
 
     def forward(self, ids: Tensor) -> Tensor:

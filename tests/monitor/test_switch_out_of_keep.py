@@ -91,9 +91,9 @@ def test_a_switch_takes_effect_with_the_next_step_is_answered_when_that_ran_and_
 
 GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "Llama": lambda: tiny("Llama", **DECODER, use_cache=False),
-    "Llama with a cache": lambda: tiny("Llama", **DECODER),
-    "GPT2": lambda: tiny("GPT2", "LMHeadModel", **GPT2, use_cache=False),
+    "Llama": lambda: tiny("Llama", **DECODER),
+    "Llama without a cache": lambda: tiny("Llama", **DECODER, use_cache=False),
+    "GPT2": lambda: tiny("GPT2", "LMHeadModel", **GPT2),
 }
 
 
@@ -117,7 +117,7 @@ COMPILERS: dict[str, Callable[[nn.Module], Any]] = {
         ("Llama", "eager"),
         ("Llama", "compiled whole"),
         ("GPT2", "compiled whole"),
-        ("Llama with a cache", "compiled whole"),
+        ("Llama without a cache", "eager"),
         ("GPT2", "eager"),
         ("Llama", "compiled by inductor"),
     ],
@@ -127,6 +127,15 @@ def test_a_model_of_transformers_is_switched_and_switched_back_however_it_is_com
         return of_transformers(model, step, compile=COMPILERS[way])
 
     assert_the_switch_ran(ordered(FAMILIES[family](), step_of), sampled=5, every=24)
+
+
+@pytest.mark.full
+def test_a_switch_of_a_compiled_model_that_passes_masks_is_refused_with_the_reason() -> None:
+    model = FAMILIES["Llama without a cache"]()
+    with listening(model, **KEEP) as (agent, _):
+        agent.step(of_transformers(model, 0, compile=COMPILERS["compiled whole"]))
+        with pytest.raises(ValueError, match="it passes a mask; a switch would change nothing"):
+            agent.set_mode([(0, 0)], "exact_delta", reason="a drift")
 
 
 def of_a_rank() -> dict[str, dict[str, Any]]:

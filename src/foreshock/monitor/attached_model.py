@@ -5,7 +5,6 @@ with a switched head runs on foreshock's kernels, which count every row. With at
 layer changes its backend, torch.compile recompiles only the graphs that contain it.
 """
 
-import functools
 import importlib.metadata
 import itertools
 import math
@@ -15,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final, Self
@@ -89,8 +88,6 @@ class AttachedModel:
         self.last_measured = self._samples = 0
         """Last step that the probe measured, and number of measured steps."""
         self._waits_since: int | None = None
-        self._leave_out: Callable[[], Callable[[], None]] | None = None
-        self._masks_back: Callable[[], None] | None = None
         self.sampling: Final = Sampling(settings.probe_rows, settings.stride, strict=settings.strict)
         """Settings and results of the current step's measurement."""
         self._key = start_sampling(self.sampling)
@@ -141,9 +138,9 @@ class AttachedModel:
             model, [f.name for f in found], settings.heads, modules
         )
         """Finds attention that is not watched."""
-        self._installed = self._install(model, modules)
+        self._installed = self._install(modules)
 
-    def _install(self, model: nn.Module, watched: Sequence[tuple[nn.Module, LayoutCheck]]) -> ExitStack:
+    def _install(self, watched: Sequence[tuple[nn.Module, LayoutCheck]]) -> ExitStack:
         with _installing, ExitStack() as undo:  # every callback runs, even if another fails
             for one in (self._stop, self.finder.stop, leave_no_copies):
                 undo.callback(one)
@@ -155,13 +152,6 @@ class AttachedModel:
                 from foreshock.monitor.attention import transformers_attention
 
                 undo.callback(transformers_attention.watch_dispatch())
-                models = transformers_attention.models_inside(model)
-                inside = {id(module) for one in models for module in one.modules()}
-                for (module, _), layer in zip(watched, self.watched, strict=True):
-                    layer.may_lose_masks = id(module) in inside
-                if any(layer.may_lose_masks for layer in self.watched):
-                    self._leave_out = functools.partial(transformers_attention.watch_positions, models)
-                    self._leave_masks_out(serving=not self._keeps)
             undo.callback(sdpa_rebinding.release)
             sdpa_rebinding.acquire()
             return undo.pop_all()
@@ -316,7 +306,6 @@ class AttachedModel:
         switched = set(itertools.compress(self._of_rows, modes))
         for layer in self.watched:
             layer.ask("kernels" if not self._keeps or layer in switched else "native")
-        self._leave_masks_out(serving=any(layer.backend == "kernels" for layer in self.watched))
 
     def _note(self, modes: npt.NDArray[np.int32]) -> None:
         """Record the values of `modes` [N] for each layer's kernels."""
@@ -325,14 +314,6 @@ class AttachedModel:
             last = first + len(layer.modes)
             note_modes(layer.modes, modes[first:last], written=self.modes)
             first = last
-
-    def _leave_masks_out(self, *, serving: bool) -> None:
-        """While foreshock's kernels compute a layer, omit masks that only repeat is_causal from compiled code."""
-        if serving and self._leave_out is not None and self._masks_back is None:
-            self._masks_back = self._leave_out()
-        elif not serving and self._masks_back is not None:
-            back, self._masks_back = self._masks_back, None
-            back()
 
     def runs_on_kernels(self, row: int) -> bool:
         """Whether foreshock's kernels compute head `row` of all heads, according to the calls that ran."""
@@ -371,7 +352,6 @@ class AttachedModel:
 
     def _stop(self) -> None:
         """Stop measuring."""
-        self._leave_masks_out(serving=False)
         stop_sampling(self._key)
         for layer in self.watched:
             layer.sample_counter = None

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from foreshock.monitor.attention.layout_check import LayoutCheck
 
 LAYER_ATTRIBUTE: Final = "_foreshock_layer"
-MASKED: Final = "it passes a mask"
-_MASKED_IN_A_GRAPH: Final = "it passes a mask in compiled code"
 Backend = Literal["native", "kernels"]
 NOT_RUN: Final = "its forward or backward did not run through the watched attention"
 _EXACT: Final = ("float32", "float64")
@@ -118,8 +116,6 @@ class WatchedLayer:
     computed one since they were asked to."""
     differs: bool = field(default=False, init=False)
     """Our kernels differ from PyTorch's attention in the last calls that were compared."""
-    may_lose_masks: bool = field(default=False, init=False)
-    """Masks of compiled code may be left out once our kernels are asked to compute it."""
     stayed_native: set[str] = field(default_factory=set, init=False)
     """Why calls stayed native, as far as it was said."""
     unmeasured: dict[str, None] = field(default_factory=dict, init=False)
@@ -216,7 +212,7 @@ class WatchedLayer:
         """The output [B, H, Sq, D] of our kernels; None where the call stays with the model's own attention. `why`: a
         reason for that; `scores`: causal, window, scale, softcap and dropout_p, by name."""
         if mask is not None:
-            why = _MASKED_IN_A_GRAPH if torch.compiler.is_compiling() else MASKED
+            why = "it passes a mask"
         elif why is None and (why := self.problem(query, key, value)) is not None and torch.compiler.is_compiling():
             why = "our kernels do not take its operands"  # a sentence of sizes has no place in a graph
         if why is None and self.backend == "kernels":
@@ -336,7 +332,6 @@ class WatchedLayer:
         if mode and self.silent and not self.head_dim:
             return f"none of its calls is met: {self.why_not_counted}"
         could = bool(self.kernels) and not self.differs
-        could |= self.backend == "native" and self.may_lose_masks and self.reason == _MASKED_IN_A_GRAPH
         if not mode or self.reason is None or could:
             return None
         return f"its own attention stays in every call: {self.reason}; a switch would change nothing"
