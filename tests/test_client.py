@@ -112,10 +112,10 @@ def test_an_order_is_followed_to_its_answer_and_taken_back(live: LiveService, se
         (lambda s: s.series("team-a/run-9", "nonsense"), "nonsense"),
         (
             lambda s: s.series("team-a/run-9", "head.score_offset"),
-            "name a layer of run team-a/run-9; it has 0, 1, 2",
+            "pass a layer of run team-a/run-9; its layers: 0, 1, 2",
         ),
         (lambda s: s.series("team-a/run-9", "head.score_offset", layer=9), "has no layer 9; `foreshock runs team-a"),
-        (lambda s: s.series("team-a/run-9", "run.loss", from_step=10, to_step=3), "from_step 10 lies after to_step 3"),
+        (lambda s: s.series("team-a/run-9", "run.loss", from_step=10, to_step=3), "from_step 10 is after to_step 3"),
         (lambda s: s.series("team-a/run-9", "head.score_offset", layer=1, head=3), "has no layer 1 head 3"),
         (lambda s: s.series("team-a/run-9", "head.score_offset", head=3), "head needs layer"),
         (lambda s: s.switch("team-a/run-9", "fast", reason="x"), "mode"),
@@ -146,7 +146,7 @@ def test_a_name_never_means_the_run_that_an_address_would_make_of_it(service: Se
     "url", ["127.0.0.1:8765", "ftp://127.0.0.1", "http://[::1", "http://", "http://127.0.0.1:port"]
 )
 def test_what_is_no_address_of_a_service_is_a_sentence(url: str) -> None:
-    with pytest.raises(ServiceError, match=r"is no address of a service; give http://HOST:PORT"):
+    with pytest.raises(ServiceError, match=r"is not the address of a service; use http://HOST:PORT"):
         Service(url)
 
 
@@ -160,10 +160,10 @@ def test_a_token_that_no_header_carries_is_a_sentence_without_it(token: str) -> 
 @pytest.mark.parametrize(
     ("reply", "sentence"),
     [
-        (httpx.Response(200, text="<html>"), "answered no JSON; is it foreshock"),
-        (httpx.Response(200, json=[1]), "answered list where an object was due"),
-        (httpx.Response(502, text="bad gateway"), "answered 502, not in the service's words"),
-        (httpx.Response(401, json={"detail": "No token."}), "No token.\ngive a token"),
+        (httpx.Response(200, text="<html>"), "is not JSON; is it foreshock"),
+        (httpx.Response(200, json=[1]), "answered with a list, not an object"),
+        (httpx.Response(502, text="bad gateway"), "answered 502 without problem details"),
+        (httpx.Response(401, json={"detail": "No token."}), "No token.\nset a token"),
     ],
 )
 def test_an_address_that_is_not_foreshock_is_a_sentence(reply: httpx.Response, sentence: str) -> None:

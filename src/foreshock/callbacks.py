@@ -1,4 +1,4 @@
-"""The callbacks of the trainers, each looked up when it is first used, so that only its own trainer must be installed.
+"""The callbacks for trainers. Each is imported on first use, so only the library of that trainer must be installed.
 
 from foreshock.callbacks import TransformersCallback   # Trainer(..., callbacks=[TransformersCallback(run="my-run")])
 from foreshock.callbacks import LightningCallback      # Trainer(callbacks=[LightningCallback(run="my-run")])

@@ -8,7 +8,7 @@
         print(offsets.steps[-1], offsets.last[-1])           # numpy; offsets.frame() is a pandas DataFrame
         service.switch("my-run", "row_corrected", reason="the offset of layer 1 head 0 grows", heads=[(1, 0)])
 
-Answers that are not numbers come as the dictionaries of the HTTP API, fields of newer services included.
+Responses other than series and matrices are the dictionaries of the HTTP API, including fields of newer services.
 """
 
 import getpass
@@ -33,23 +33,23 @@ SETTLED: Final = frozenset({"applied", "refused", "expired", "dry_run", "rejecte
 """States of a command that no longer change."""
 
 _DELETION_SECONDS: Final = 600.0
-"""A long run is deleted a little at a time, so that others are stored meanwhile."""
+"""A long run is deleted in small transactions, so that other batches can be stored meanwhile."""
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 
 class ServiceError(Exception):
-    """The service cannot be reached, or refuses; the message is a sentence for the person who asked."""
+    """The service cannot be reached, or refused the request; the message is meant for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric of one head, one layer or the whole run against the step: P points, arrays of shape [P].
+    """One metric of one head, one layer or the whole run by step: P points, arrays of shape [P].
 
-    A point spans the steps since the point before: `low` and `high` are the smallest and largest value in that span,
-    `last` is the value at its end, all in `unit`: seconds, bytes, steps, ratio, or empty for a bare number, as scores
-    and offsets (in nats) are. NaN means that nothing was counted. docs/metrics.md explains each metric.
+    A point covers the steps since the previous point: `low` and `high` are the smallest and largest value in these
+    steps, `last` is the value at the last one, all in `unit`: seconds, bytes, steps, ratio, or empty for other numbers,
+    such as scores and offsets (in nats). NaN means that nothing was counted. docs/metrics.md explains each metric.
     """
 
     run: str
@@ -57,16 +57,16 @@ class Series:
     unit: str
     layer: int | None
     head: int | None
-    """None for a metric of the whole run, and where `worst_head` names the head."""
+    """None for a metric of the whole run, and if `worst_head` is given."""
     steps: Integers
     low: Floats
     high: Floats
     last: Floats
     worst_head: Floats | None
-    """Which head of the layer was the worst at each point, where no head was asked for."""
+    """The number of the layer's worst head at each point; None if one head or the whole run was requested."""
 
     def frame(self) -> Any:
-        """The same as a pandas DataFrame with the step as its index. Raises ModuleNotFoundError without pandas."""
+        """Return a pandas DataFrame with the step as its index. Raises ModuleNotFoundError without pandas."""
         import pandas
 
         columns = {"low": self.low, "high": self.high, "last": self.last}
@@ -79,8 +79,8 @@ class Series:
 class Matrix:
     """One metric of every head at one step: `values` has the shape [layers, heads], NaN where there is no head.
 
-    `layers` and `heads` are the numbers of its rows and columns, `unit` is as in Series; `step` is None where nothing
-    was counted yet.
+    `layers` and `heads` are the numbers of its rows and columns, `unit` is as in Series; `step` is None if nothing was
+    counted yet.
     """
 
     run: str
@@ -92,7 +92,7 @@ class Matrix:
     values: Floats
 
     def worst(self) -> tuple[int, int, float]:
-        """(layer, head, value) of the largest absolute value. Raises ValueError where nothing was counted."""
+        """Return (layer, head, value) of the largest absolute value. Raises ValueError if no value is finite."""
         if not np.isfinite(self.values).any():
             raise ValueError(f"run {self.run} has no finite {self.metric} at step {self.step}")
         row, column = np.unravel_index(np.nanargmax(np.abs(self.values)), self.values.shape)
@@ -100,14 +100,14 @@ class Matrix:
 
 
 class Service:
-    """One service. Every method raises ServiceError when it is not there or refuses.
+    """A connection to one service. Every method raises ServiceError if the service is unreachable or refuses.
 
     url: its address; by default FORESHOCK_URL, else http://127.0.0.1:8765.
-    token: one with the scope that the call needs (`read`; `act` for orders and notes; `delete`). By default that of
+    token: a token with the scope that the call needs (`read`; `act` for orders and notes; `delete`). By default that of
     FORESHOCK_TOKEN, else that in the file named by FORESHOCK_TOKEN_FILE.
-    who: who acts, by default this user; the audit trail records it with the reason of each act.
-    timeout_seconds: how long one question may take; a deletion may take ten minutes.
-    transport: httpx's own, to reach a service otherwise than by the network.
+    who: the name of the person, by default this user; the audit trail records it with the reason of each action.
+    timeout_seconds: time limit of a request; a deletion may take ten minutes.
+    transport: an httpx transport, to reach a service other than by the network.
     """
 
     def __init__(
@@ -137,26 +137,26 @@ class Service:
         """Close the connections."""
         self._http.close()
 
-    # ---- what is known --------------------------------------------------------------------------------------------
+    # ---- runs and their data --------------------------------------------------------------------------------------
 
     def runs(self) -> Iterator[dict[str, Any]]:
-        """Every run, the most recent first."""
+        """Iterate over every run, the most recent first."""
         return self._pages("/v1/runs", "runs")
 
     def run(self, run: str) -> dict[str, Any]:
-        """One run at its last step: its layers, the modes of its heads, its active warnings in words."""
+        """Return one run at its last step: its layers, the modes of its heads, its active warnings in words."""
         return self.get(path_of("runs", run))
 
     def incidents(self, run: str) -> list[dict[str, Any]]:
-        """The incidents of a run, the most urgent first; heads by the steps left."""
+        """Return the incidents of a run, the most urgent first; heads by the steps left."""
         return list(self.get(path_of("runs", run, "incidents"))["incidents"])
 
     def resume_plan(self, run: str) -> dict[str, Any]:
-        """The checkpoint that a run that failed goes back to, the lines that load it, and all known checkpoints."""
+        """Return the checkpoint to resume a failed run from, the lines that load it, and all known checkpoints."""
         return self.get(path_of("runs", run, "resume-plan"))
 
     def acknowledge(self, run: str, incident: str, *, reason: str) -> dict[str, Any]:
-        """Acknowledge an incident; returns it in its new state."""
+        """Acknowledge an incident; return it in its new state."""
         return self.post(path_of("runs", run, "acknowledge"), {"incident": incident, **self._said(reason)})
 
     def describe(
@@ -169,7 +169,7 @@ class Service:
     ) -> dict[str, Any]:
         """Give a run a display name, tags and notes. None leaves a field unchanged; an empty value removes it.
 
-        The run keeps the name by which agents, alerts and addresses know it. Returns the run as `run` does.
+        Agents, alerts and addresses still use the run's name. Returns the same as `run`.
         """
         said = {"display_name": display_name, "tags": None if tags is None else list(tags), "notes": notes}
         given = {key: value for key, value in said.items() if value is not None}
@@ -178,12 +178,12 @@ class Service:
     def delete(self, run: str, *, reason: str) -> None:
         """Delete a run that no longer trains, with all its data. Needs a token with the scope `delete`.
 
-        It cannot be taken back.
+        This is final.
         """
         self._answer("DELETE", path_of("runs", run), params=self._said(reason), timeout=_DELETION_SECONDS)
 
     def events(self, run: str, *kinds: str) -> Iterator[dict[str, Any]]:
-        """What happened in a run, newest first; `kinds` such as verdict or switched, all kinds by default."""
+        """Iterate over the events of a run, newest first; `kinds` such as verdict or switched, by default all."""
         return self._pages(path_of("runs", run, "events"), "events", kind=list(kinds) or None)
 
     def series(
@@ -197,14 +197,14 @@ class Service:
         to_step: int | None = None,
         max_points: int = 1000,
     ) -> Series:
-        """One metric against the step, by its name in the catalogue (`run.loss`, `head.score_offset`, ...).
+        """Return one metric by step; `metric` is its name in the catalogue (`run.loss`, `head.score_offset`, ...).
 
-        A metric of heads needs `layer`; without `head` it is that of the layer's worst head at each point.
+        A per-head metric needs `layer`; without `head` each point shows the layer's worst head.
         """
         if head is not None and layer is None:
             raise ServiceError("head needs layer: heads are numbered within their layer")
         if from_step is not None and to_step is not None and from_step > to_step:
-            raise ServiceError(f"from_step {from_step} lies after to_step {to_step}; give the lower one first")
+            raise ServiceError(f"from_step {from_step} is after to_step {to_step}; give the lower one first")
         name = ":".join(str(part) for part in (metric, layer, head) if part is not None)
         reply = self.get(
             path_of("runs", run, "curves"), line=name, from_step=from_step, to_step=to_step, max_points=max_points
@@ -214,7 +214,7 @@ class Service:
             raise ServiceError(f"run {run} has no {named}; `foreshock runs {run}` lists them")
         if len(reply["lines"]) != 1:
             has = ", ".join(str(line["layer"]) for line in reply["lines"]) or "none yet"
-            raise ServiceError(f"{metric} belongs to heads: name a layer of run {run}; it has {has}")
+            raise ServiceError(f"{metric} is a per-head metric: pass a layer of run {run}; its layers: {has}")
         [line] = reply["lines"]
         worst = line.get("worst_head")
         return Series(
@@ -231,12 +231,12 @@ class Service:
         )
 
     def matrix(self, run: str, metric: str, step: int | None = None) -> Matrix:
-        """One metric of every head, at `step` or just before it; at the last step by default."""
+        """Return one metric of every head, at `step` or just before it; by default at the last step."""
         path, query = path_of("runs", run, "matrix"), {"metric": metric, "max_steps": 0}
         reply = part = self.get(path, step=step, **query)
         rows = [(part["heads"], row) for row in part["values"]]
         layers = list(part["layers"])
-        while (onward := part.get("next_layer")) is not None:  # of a very wide run some layers come at a time
+        while (onward := part.get("next_layer")) is not None:  # a very wide run needs several requests
             part = self.get(path, step=reply["step"], from_layer=onward, **query)
             rows += [(part["heads"], row) for row in part["values"]]
             layers += part["layers"]
@@ -250,11 +250,11 @@ class Service:
     # ---- orders ---------------------------------------------------------------------------------------------------
 
     def commands(self, run: str) -> list[dict[str, Any]]:
-        """The newest commands of a run, newest first."""
+        """Return the newest commands of a run, newest first."""
         return list(self.get(path_of("runs", run, "commands"))["commands"])
 
     def command(self, command: str) -> dict[str, Any]:
-        """One command with the answers of the ranks."""
+        """Return one command with the answers of the ranks."""
         return self.get(path_of("commands", command))
 
     def switch(
@@ -266,23 +266,23 @@ class Service:
         heads: Sequence[tuple[int, int]] | None = None,
         dry_run: bool = False,
     ) -> dict[str, Any]:
-        """Order `heads`, pairs of (layer, head), to `mode`; all heads of the run by default.
+        """Switch `heads`, pairs of (layer, head), to `mode`; by default all heads of the run.
 
-        Returns the order as it was taken; `wait` follows it. `dry_run` asks the agents what they would do.
+        Returns the stored order; pass it to `wait`. With `dry_run` the agents only report what they would change.
         """
         return self.order(run, "switch", reason=reason, heads=heads, mode=mode, dry_run=dry_run)
 
     def order(self, run: str, action: str, *, reason: str, **more: Any) -> dict[str, Any]:
-        """Order something of a run's training; `more` as the API takes it. Returns the order as it was taken."""
+        """Send an order of any kind; `more`: further fields of the API's request. Returns the stored order."""
         return self.post(path_of("runs", run, "commands"), {"action": action, **more, **self._said(reason)})
 
     def switches(self, run: str, mode: str) -> dict[str, Any]:
-        """What ordering `mode` for every head would change, where each keeps its own mode beside it: an order for each
-        of `changes`, and the heads that stay `unchanged`."""
+        """Return the orders that add `mode` to every head, keeping each head's present modes: one for each of
+        `changes`, and the heads that stay `unchanged`."""
         return self.get(path_of("runs", run, "switches"), mode=mode)
 
     def undo(self, command: str, *, reason: str, dry_run: bool = False) -> list[dict[str, Any]]:
-        """Revert the modes that `command` changed; returns the new commands."""
+        """Revert the modes that `command` changed; return the new commands."""
         order = {"dry_run": dry_run, **self._said(reason)}
         return list(self.post(path_of("commands", command, "undo"), order)["commands"])
 
@@ -299,7 +299,7 @@ class Service:
         return self.post(path_of("commands", command, "cancel"), self._said(reason))
 
     def wait(self, command: dict[str, Any], seconds: float = 30.0) -> dict[str, Any]:
-        """The command once all its agents have answered, or its state after `seconds`."""
+        """Wait until all agents have answered, at most `seconds`; return the command in its new state."""
         deadline = time.monotonic() + seconds
         while command["state"] not in SETTLED and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -307,17 +307,17 @@ class Service:
         return command
 
     def audit_export(self, after: int = 0) -> bytes:
-        """The next rows of the audit trail after row `after`, as JSON lines, the oldest first; empty at the end."""
+        """Return the next rows of the audit trail after row `after`, as JSON lines, oldest first; empty at the end."""
         return self._answer("GET", "/v1/audit/export", params={"after": after}).content
 
-    # ---- anything else of the HTTP API ----------------------------------------------------------------------------
+    # ---- other requests of the HTTP API ---------------------------------------------------------------------------
 
     def get(self, path: str, **query: Any) -> dict[str, Any]:
-        """GET, decoded from JSON; what is None is left out of the query."""
+        """Send a GET request and decode the JSON response; query parameters that are None are left out."""
         return self._send("GET", path, params={k: v for k, v in query.items() if v is not None})
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """POST of JSON, decoded from JSON."""
+        """Send a POST request with a JSON body and decode the JSON response."""
         return self._send("POST", path, json=body)
 
     def _said(self, reason: str) -> dict[str, Any]:
@@ -337,9 +337,9 @@ class Service:
         try:
             reply = answer.json()
         except ValueError:
-            raise ServiceError(f"{answer.request.url} answered no JSON; is it foreshock?") from None
+            raise ServiceError(f"the response of {answer.request.url} is not JSON; is it foreshock?") from None
         if not isinstance(reply, dict):
-            raise ServiceError(f"{self.url} answered {type(reply).__name__} where an object was due; is it foreshock?")
+            raise ServiceError(f"{self.url} answered with a {type(reply).__name__}, not an object; is it foreshock?")
         return reply
 
     def _answer(self, method: str, path: str, **options: Any) -> httpx.Response:
@@ -348,7 +348,7 @@ class Service:
         except httpx.HTTPError as error:
             raise ServiceError(
                 f"no service answers at {unanswered(self.url, error)}; "
-                "start one with `foreshock serve`, or name it with --url or FORESHOCK_URL"
+                "start one with `foreshock serve`, or set its address with --url or FORESHOCK_URL"
             ) from None
         if not reply.is_success:
             raise ServiceError(_problem(reply))
@@ -356,17 +356,17 @@ class Service:
 
 
 def path_of(*parts: str) -> str:
-    """An address under /v1. What is in a name ends it nowhere: neither a slash with dots nor a question mark."""
+    """Return a path under /v1. Names are quoted, so that a slash, dots or a question mark in them do no harm."""
     return "/v1/" + "/".join(quote(part, safe="", errors="replace") for part in parts)
 
 
 def given_token(token: str | None, file: str | Path | None) -> str | None:
-    """The token itself, else the one that the file holds. Raises ValueError for a file that cannot be used."""
+    """Return `token`, else the token in `file`. Raises ValueError if the file cannot be used."""
     return token or (token_in(Path(file)).get_secret_value() if file else None)
 
 
 class _Connections(httpx.Client):
-    """httpx's client without what it does besides: no cookie is kept, no redirect is read, no request is logged."""
+    """An httpx client that stores no cookies, follows no redirects, and logs no requests."""
 
     def __init__(self, transport: httpx.BaseTransport, **options: Any) -> None:
         super().__init__(transport=transport, trust_env=False, **options)
@@ -385,13 +385,12 @@ class _Connections(httpx.Client):
 def http_client(
     url: str, token: str | None, timeout_seconds: float, transport: httpx.BaseTransport | None = None
 ) -> httpx.Client:
-    """Connections to the service at `url`.
+    """Return an httpx client for the service at `url`.
 
-    Raises ServiceError for an address or a token that cannot be one, and for an unusable proxy or certificate of the
-    environment.
+    Raises ServiceError for an invalid address or token, and for an unusable proxy or certificate of the environment.
     """
     if not names_a_host(url):
-        raise ServiceError(f"{url} is no address of a service; give http://HOST:PORT or https://HOST")
+        raise ServiceError(f"{url} is not the address of a service; use http://HOST:PORT or https://HOST")
     try:
         headers = {"Authorization": f"Bearer {as_header_carries(token)}"} if token else {}
         transport = transport or transport_to(url)
@@ -401,15 +400,15 @@ def http_client(
 
 
 def _user() -> str:
-    """The name of this user, or the number where there is none, as in many containers."""
+    """Return the name of this user, or the user id if there is no name, as in many containers."""
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # the second from Python 3.13 on
+    except (KeyError, OSError):  # OSError from Python 3.13 on
         return f"user {os.getuid()}"
 
 
 def _floats(values: Sequence[Any]) -> Floats:
-    # null means that nothing was counted; a number that is not finite travels as a word
+    # null means that nothing was counted; a non-finite number is encoded as a string
     return np.asarray([np.nan if value is None else float(value) for value in values], np.float64)
 
 
@@ -419,7 +418,7 @@ def _problem(reply: httpx.Response) -> str:
         lines = [str(problem["detail"])]
         lines += [f"  {item['where']}: {item['message']}" for item in problem.get("errors", [])]
     except (ValueError, KeyError, TypeError):
-        return f"{reply.request.url} answered {reply.status_code}, not in the service's words; is it foreshock?"
+        return f"{reply.request.url} answered {reply.status_code} without problem details; is it foreshock?"
     if reply.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        lines.append("give a token with --token-file, FORESHOCK_TOKEN or --token")
+        lines.append("set a token with --token-file, FORESHOCK_TOKEN or --token")
     return "\n".join(lines)

@@ -9,7 +9,7 @@ def test_boards_and_rules_are_written_elsewhere_for_other_addresses_that_a_link_
     for option in ("--grafana-url", "--service-url", "--runbooks-url"):
         done = foreshock("dashboards", "generate", "--out", str(tmp_path), option, "foreshock.example")
         assert done.exit_code == 1
-        assert "'foreshock.example' is no address; give http:// or https://" in done.stderr
+        assert "'foreshock.example' is not an address; use http:// or https://" in done.stderr
     assert list(tmp_path.iterdir()) == []
     addresses = ["--grafana-url", "https://g.example", "--service-url", "https://s.example/"]
     every = [*addresses, "--runbooks-url", "https://r.example"]

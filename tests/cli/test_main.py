@@ -44,7 +44,7 @@ def test_a_service_that_is_down_is_a_sentence() -> None:
 def test_what_is_no_address_of_a_service_is_a_sentence(words: list[str]) -> None:
     for url in ("http://[::1", "127.0.0.1:9"):
         done = foreshock(*words, "--url", url)
-        assert f"{url} is no address of a service" in (done.output + done.stderr).replace("\n", " ")
+        assert f"{url} is not the address of a service" in (done.output + done.stderr).replace("\n", " ")
         assert done.exit_code == 1
 
 
@@ -109,7 +109,7 @@ def test_no_token_and_a_wrong_one_read_differently_and_a_file_may_hold_it(
         wrong = foreshock("runs", "--url", live.url, "--token", "not-the-right-one-at-all")
     assert none.exit_code == wrong.exit_code == 1
     assert "needs a token" in none.stderr
-    assert "give a token with --token" in none.stderr
+    assert "set a token with --token" in none.stderr
     assert "does not know the token" in wrong.stderr
     assert "needs a token" not in wrong.stderr
     assert "not-the-right-one" not in wrong.stderr

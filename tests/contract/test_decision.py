@@ -59,7 +59,7 @@ def test_words_promise_a_switch_only_where_a_machine_makes_one(
     [
         ("observe", "No head was switched: the run's policy is observe.", "Switch every head to row_corrected."),
         ("approve", "A switch of every head to row_corrected waits", "Approve the switch to row_corrected."),
-        ("auto", "Policy auto: the agent switches every head to row_corrected", "Look whether the growth stops."),
+        ("auto", "Policy auto: the agent switches every head to row_corrected", "Check whether the growth stops."),
     ],
 )
 def test_rounding_is_answered_as_the_policy_says(policy: Policy, done: str, to_do: str) -> None:

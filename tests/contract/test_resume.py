@@ -141,4 +141,4 @@ def test_a_run_without_checkpoints_gets_an_honest_sentence_and_a_healthy_one_non
     assert shlex.split(switch)[2] == "it's; r"
     healthy = plan(checkpoint(80), of=(), ended=False)
     assert (healthy.commands, healthy.checkpoint) == ([], None)
-    assert "nothing to go back to" in healthy.sentence
+    assert "need not be resumed" in healthy.sentence

@@ -93,7 +93,7 @@ def test_merging_is_associative_and_commutative_to_the_bit_where_sums_are_exact(
     assert merge_words([a, merge_words([nothing, b, c])]).tolist() == together
     assert merge_words([c, a, b, nothing]).tolist() == together
     assert all((now == before).all() for now, before in zip((a, b, c), given_, strict=True))
-    with pytest.raises(ValueError, match="give at least one"):
+    with pytest.raises(ValueError, match="needs at least one state"):
         merge_words([])
 
 

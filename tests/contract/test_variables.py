@@ -32,7 +32,7 @@ def test_service_and_agent_refuse_it_and_name_the_nearest(
     monkeypatch: pytest.MonkeyPatch, reader: type[Settings] | type[AgentConfig], given: str, meant: str
 ) -> None:
     monkeypatch.setenv(given, "1")
-    with pytest.raises(ValueError, match=f"{given} is no setting of foreshock; did you mean {meant}"):
+    with pytest.raises(ValueError, match=f"{given} is not a setting of foreshock; did you mean {meant}"):
         reader()
 
 

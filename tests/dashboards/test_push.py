@@ -152,7 +152,7 @@ def test_push_wins_over_what_people_changed_since_and_leaves_what_a_file_provisi
     assert grafana.dashboards["foreshock-run"]["version"] == 42
     assert grafana.dashboards["foreshock-run"]["panels"]
     assert grafana.folders["foreshock"] == {"uid": "foreshock", "title": "foreshock", "version": 8}
-    assert "data source foreshock-prometheus is provisioned by file; left as it is" in said
+    assert "data source foreshock-prometheus is provisioned by file, so it was not changed" in said
     assert grafana.datasources["foreshock-prometheus"]["url"] == "http://other:9090"
     grafana.dashboards["foreshock-overview"] = {"provisioned": True, "version": 1}
     with pytest.raises(GrafanaError, match="Cannot save provisioned dashboard"):
@@ -171,9 +171,9 @@ def test_a_grafana_behind_a_path_is_reached_and_a_wrong_token_is_a_sentence(graf
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        ((200, "<html>Sign in</html>"), "something else than JSON; is it a Grafana"),
+        ((200, "<html>Sign in</html>"), "is not JSON; is it a Grafana"),
         ((200, {"status": "UP"}), "not as a Grafana does"),
-        ((200, None), "something else than JSON"),
+        ((200, None), "is not JSON; is it a Grafana"),
         ((502, "Bad Gateway"), "refused: Server Error 502: Bad Gateway"),
         ((503, {"error": "starting"}), "refused: Server Error 503"),
     ],

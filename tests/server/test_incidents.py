@@ -199,7 +199,7 @@ def checkpoint(step: int, *, requested: bool = False) -> Checkpoint:
 
 async def test_the_plan_names_the_last_clean_checkpoint_and_the_log_tells_of_each(service: Any, rank: FakeRank) -> None:
     await start(service, rank, policy="observe")
-    assert "nothing to go back to" in (await service.get(PLAN))["sentence"]
+    assert "need not be resumed" in (await service.get(PLAN))["sentence"]
     await service.store(rank, checkpoint(10), rank.verdict(20), checkpoint(25, requested=True))
     plan = await service.get(PLAN)
     assert plan["commands"][0] == 'trainer.train(resume_from_checkpoint="out/checkpoint-10")'

@@ -1,1 +1,1 @@
-"""What the agent, the kernels, the service and the dashboards agree on. No torch, no web framework."""
+"""Definitions shared by the agent, the kernels, the service and the dashboards. Imports neither torch nor FastAPI."""

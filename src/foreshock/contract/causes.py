@@ -1,7 +1,7 @@
-"""The causes of warnings, one entry each: all that depends on a cause but for what finds it (monitor.detect).
+"""The causes of warnings, with everything that depends on a cause except its detection (monitor.detect).
 
-The order is that of the evidence which a cause takes, the most first. A warning is corrected when its evidence comes or
-ends. Of causes that are active together the first gives the incident its name.
+Causes that need more evidence come first. The cause of a warning is corrected when such evidence appears or disappears.
+If several causes are active together, the first one names the incident.
 """
 
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from typing import Final, Literal, NamedTuple
 Cause = Literal["attention kernel", "rounding", "score growth", "other"]
 """The cause that a verdict names."""
 IncidentCause = Literal["attention kernel", "rounding", "score growth", "not finite", "other"]
-"""The cause that warnings are gathered by: what is not finite is a matter of its own (contract.decision.cause_of)."""
+"""The causes by which warnings are grouped; non-finite values have their own (contract.decision.cause_of)."""
 
 
 Ask = Literal["approve", "switch", "none"]
-"""What people are asked for: to approve the proposal that waits, to order a switch, or neither."""
+"""The requested action: to approve the waiting proposal, to order a switch, or none of these."""
 
 
 class Text(NamedTuple):
-    """What is done, what is left to people, and its button. contract.incident fills in the fields in braces."""
+    """The actions so far, the next actions of people, and their button. contract.incident fills in fields in braces."""
 
     done: str
     to_do: str
@@ -27,28 +27,28 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CauseInfo:
-    """What is known of one cause."""
+    """The properties and texts of one cause."""
 
     reads: str
-    """How an incident of it begins in words, before `in` and its heads."""
+    """The beginning of an incident's sentence, before `in` and its heads."""
     shown_by: str
-    """Key of the metric that shows it; what alerts and messages open is its chart."""
+    """Key of the metric that shows it; alerts and messages link to the chart of this metric."""
     curable: bool = False
     """Whether a switch of heads helps."""
     harms: bool = False
-    """Whether it spoils the weights as soon as it is warned about."""
+    """Whether the weights are already harmed when the warning is raised."""
     advice: str = ""
-    """What the alert says of it first."""
+    """The first advice in the alert."""
     resume_with: str = ""
-    """Arguments of `attach` that help a run that is resumed, and a comment."""
+    """Arguments of `attach` that help when the run is resumed, and a comment."""
     texts: dict[str, Text]
-    """What is done and what to do, by what the policy, the order or the switch has come to; "" is any other state."""
+    """Texts by the state of the policy, the order or the switch (`contract.incident._state`); "" is the default."""
     joins: bool = False
-    """Causes that join are one incident while they are active at the same time."""
+    """Whether it forms one incident with other such causes while they are active at the same time."""
 
 
-_CLIP: Final = ", or with attention='kernels' and qk_clip='always' where that is not on yet"
-"""What holds scores that grow. It would cut what heads have learnt where rounding is the cause."""
+_CLIP: Final = ", or with attention='kernels' and qk_clip='always' if it is not on yet"
+"""The remedy for growing scores. If the cause is rounding, it would reduce scores that the heads have learnt."""
 _LOWER: Final = "Lower the learning rate or lengthen its warm-up, and look at the data of these steps"
 _NO_REMEDY: Final = "No head was switched: rounding is not known to be the cause, and a switch changes only rounding."
 _RESUME: Final = "The run has ended. Resume it from {checkpoint}"
@@ -59,7 +59,7 @@ _GROWS_ON: Final = "{given}, and the growth continues: rounding is not the only 
 _BY_POLICY: Final[dict[str, Text]] = {
     "switch": Text(
         "Policy auto: the agent switches {whose} to {mitigation} at the next step.{so_far}",
-        "Look whether the growth stops.",
+        "Check whether the growth stops.",
     ),
     "propose": Text(
         "A switch of {whose} to {mitigation} waits for your approval.{so_far}", "Approve the switch to {mitigation}."
@@ -67,7 +67,7 @@ _BY_POLICY: Final[dict[str, Text]] = {
     "none": Text("No head was switched: the run's policy is observe.{so_far}", _BY_HAND, "switch"),
 }
 _ROUNDING: Final[dict[str, Text]] = {
-    # what the policy does, while nothing is switched and no order is known
+    # the policy's action, before a switch or an order
     **_BY_POLICY,
     "no proposal": Text("No head was switched, and there is no proposal.{so_far}", _BY_HAND, "switch"),
     "slows": Text("No head was switched, because the growth slows down.{so_far}", _LATER),
@@ -81,14 +81,14 @@ _ROUNDING: Final[dict[str, Text]] = {
         )
         for act, text in _BY_POLICY.items()
     },
-    # how far an order is, of heads that are not switched; "applied": a person took the switch back
+    # the state of an order for heads that are not switched; "applied": a person undid the switch
     "proposed": Text(
         "A switch of {whose} to {mode} waits for your approval.{so_far}", "Approve the switch to {mode}.", "approve"
     ),
     **dict.fromkeys(
         ("pending", "delivered"), Text("{by}; not every rank has answered.", "Wait for the agents' answer.")
     ),
-    "rejected": Text("{by}: no machine asks for it again until one of these heads has a new warning.", _LATER),
+    "rejected": Text("{by}: foreshock does not propose it again until one of these heads has a new warning.", _LATER),
     "applied": Text(
         "{by}: these heads are set to {mode}. A switch is not proposed again until one of them has a new warning.",
         _LATER,
@@ -96,7 +96,7 @@ _ROUNDING: Final[dict[str, Text]] = {
     **dict.fromkeys(
         ("expired", "refused", "cancelled", "dry_run"), Text("No head was switched.{way}", _BY_HAND, "switch")
     ),
-    # what became of the switch
+    # the result of the switch
     "switched": Text(
         "{given}.{way}", "Wait for the verdict on the switch: by default it comes a thousand steps later."
     ),
@@ -112,13 +112,13 @@ _ROUNDING: Final[dict[str, Text]] = {
     "ended, not arrested": Text("{ended}", f"{_RESUME} with a lower learning rate."),
 }
 _GROWTH: Final[dict[str, Text]] = {
-    # by the state of QK-Clip (`Started.qk_clip`); "" where that is not known
+    # by the state of QK-Clip (`Started.qk_clip`); "" if unknown
     "": Text(_NO_REMEDY, f"{_LOWER}; if the growth continues, resume from {{checkpoint}}{_CLIP}."),
     "never": Text(_NO_REMEDY, f'{_LOWER}; if the growth continues, resume from {{checkpoint}} with qk_clip="always".'),
     "warned": Text("QK-Clip starts with the next new warning.", f"{_LOWER}."),
     "on": Text(
         "QK-Clip is on: after each step it scales heads whose largest score passed its threshold.",
-        "Watch the loss. If it does not come back, resume from {checkpoint} with a lower learning rate.",
+        "Watch the loss. If it does not recover, resume from {checkpoint} with a lower learning rate.",
     ),
     "slows": Text(_NO_REMEDY, f"{_WATCH} lower the learning rate."),
     "ended": Text("{ended}", f"{_RESUME} with a lower learning rate or a longer warm-up{_CLIP}."),
@@ -153,7 +153,7 @@ _KERNEL: Final[dict[str, Text]] = {
     ),
     "moved": Text(
         "Every layer with wrong rows runs on foreshock's kernels now.",
-        "Change the library version; if only one rank reports it, drain its GPU. The weights may hold the harm: if the "
+        "Change the library version; if only one rank reports it, drain its GPU. The weights may be harmed: if the "
         "loss is off its track, resume from {checkpoint}.",
     ),
     "ended": Text("{ended}", f"{_RESUME} with attention='kernels' or another version of the attention library."),
@@ -189,12 +189,12 @@ CAUSES: Final[dict[IncidentCause, CauseInfo]] = {
 
 
 def incident_id(cause: IncidentCause) -> str:
-    """The name of a cause's incident within its run."""
+    """Return the id of a cause's incident within its run."""
     return cause.replace(" ", "-")
 
 
 def mates(cause: IncidentCause) -> frozenset[IncidentCause]:
-    """The causes that are one incident with this one where they stand at one time."""
+    """Return the causes that form one incident with this one while active at the same time, including itself."""
     return frozenset(one for one in CAUSES if one == cause or (CAUSES[one].joins and CAUSES[cause].joins))
 
 

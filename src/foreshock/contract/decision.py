@@ -1,6 +1,6 @@
-"""What machines do about a warning. The agent and the webhook read it, and people read what follows from it.
+"""The automatic reaction to a warning, used by the agent and by the webhook. contract.causes has the texts for people.
 
-A switch changes rounding alone: only growth that looks like rounding calls for one. What people read: contract.causes.
+A switch changes only rounding, so only growth that looks like rounding calls for a switch.
 """
 
 from typing import Final, Literal
@@ -9,12 +9,12 @@ from foreshock.contract.causes import IncidentCause, curable
 from foreshock.contract.wire import Policy, Verdict
 
 Act = Literal["switch", "propose", "none"]
-"""What a machine does: switch by itself, propose a switch to people, or nothing."""
+"""The automatic action: switch, propose a switch to people, or do nothing."""
 Progress = Literal["unswitched", "switched", "arrested", "not arrested"]
-"""Where a cure stands: not given, given, given and found to have stopped the growth, or found not to."""
+"""State of a mitigation: not switched, switched, switched and growth stopped, switched but growth continued."""
 
 STEPS_BEFORE: Final = 1000
-"""A chart that alerts and messages open begins so long before its incident, or twice as long as that has lasted."""
+"""Steps before an incident in charts that alerts and messages link to; at least twice the incident's duration."""
 ACTS: Final[dict[Policy, Act]] = {"observe": "none", "approve": "propose", "auto": "switch"}
 UNDONE: Final = ("expired", "refused", "cancelled", "dry_run")
 """States of an order that changed nothing."""
@@ -22,17 +22,17 @@ WHOSE: Final = {"head": "the heads that are warned about", "layer": "their layer
 
 
 def cause_of(verdict: Verdict) -> IncidentCause:
-    """The cause under which a verdict is gathered: what is not finite is a matter of its own."""
+    """Return the cause of the incident that a verdict belongs to; non-finite values have their own."""
     return "not finite" if verdict.signal == "nonfinite" and verdict.cause != "rounding" else verdict.cause
 
 
 def is_active(verdict: Verdict) -> bool:
-    """Whether a verdict is a warning that is not over."""
+    """Whether a verdict is an active warning."""
     return verdict.state != "cleared" and verdict.severity != "info"
 
 
 def because_of(verdict: Verdict, policy: str) -> str:
-    """Why heads are switched or proposed: it names the warning, whose sentence people read in the warning itself."""
+    """Return the reason for a switch or a proposal; it names the warning but does not repeat its sentence."""
     return (
         f"{policy}: {verdict.cause} in layer {verdict.layer} head {verdict.head}, warned about at step {verdict.step:,}"
     )
@@ -45,10 +45,10 @@ def calls_for_switch(verdict: Verdict) -> bool:
 
 
 def act_on(cause: IncidentCause, policy: Policy | None) -> Act:
-    """What a machine may do about a cause; a run whose policy is unknown is only observed."""
+    """Return the automatic action for a cause; a run with an unknown policy is only observed."""
     return ACTS[policy or "observe"] if curable(cause) else "none"
 
 
 def checkpoint_before(step: float) -> str:
-    """What a run goes back to that broke in `step`: before the first one there is no checkpoint of its own."""
+    """Return words for the checkpoint to resume from if a run broke at `step`; before step 2 it has none."""
     return f"a checkpoint before step {step:,.0f}" if step > 1 else "where it began"

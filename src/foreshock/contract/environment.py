@@ -1,6 +1,6 @@
-"""What is wrong with the FORESHOCK_ variables of this process, and what a misspelt name was meant to be.
+"""Checks of the FORESHOCK_ variables of this process, with suggestions for misspelt names.
 
-The sentences hold no value: it may be a secret.
+Error messages never contain a value, because it may be a secret.
 """
 
 import functools
@@ -17,7 +17,7 @@ from foreshock.contract.variables import VARIABLES
 
 PREFIX: Final = "FORESHOCK_"
 _NEARLY: Final = 0.85
-"""How alike two names are, of 1, when one is taken for a slip of the other: FORESHOK_URL, not AFTERSHOCK_URL."""
+"""Similarity (at most 1) from which a name counts as a misspelling: of FORESHOK_URL, but not of AFTERSHOCK_URL."""
 
 
 REMOVED: Final = {
@@ -27,25 +27,25 @@ REMOVED: Final = {
     "FORESHOCK_RUN_BATCHES_PER_SECOND": "a token may send 1,000 batches a second for each run",
     "FORESHOCK_SAMPLE_EVERY_SECONDS": "set sample_every_steps, which is then followed exactly",
 }
-"""Settings of earlier builds, and what a user of one should know: nothing else would report that it has no effect."""
+"""Settings of earlier builds, with advice for their users; without this error, nothing would report that they are gone."""
 
 
 def refuse_misspelt(environment: Mapping[str, str] | None = None) -> None:
-    """Raises ValueError for a variable that nothing reads, and that was a setting once or is nearly one.
+    """Raise ValueError for a removed setting, and for an unknown variable whose name is similar to a known one.
 
-    Case and underscores do not count. Others are left alone: a cluster sets FORESHOCK_SERVICE_HOST and the like for a
-    service of this name.
+    Case and underscores do not matter. Other unknown variables are allowed: Kubernetes sets FORESHOCK_SERVICE_HOST and
+    others for a service of this name.
     """
     for given in sorted(set(os.environ if environment is None else environment) - set(VARIABLES)):
         if why := REMOVED.get(given.upper()):
             raise ValueError(f"{given} is no longer a setting: {why}")
         if meant := _meant_by(_letters(given)):
-            raise ValueError(f"{given} is no setting of foreshock; did you mean {meant}?")
+            raise ValueError(f"{given} is not a setting of foreshock; did you mean {meant}?")
 
 
 @functools.cache
 def _meant_by(letters: str) -> str | None:
-    """The variable of which these letters are a slip."""
+    """Return the variable that these letters are a misspelling of."""
     names = {_letters(name): name for name in VARIABLES}
     nearest = get_close_matches(letters, names, n=1, cutoff=_NEARLY)
     return names[nearest[0]] if nearest else None
@@ -56,7 +56,7 @@ def _letters(name: str) -> str:
 
 
 def names_a_host(url: str) -> bool:
-    """Whether it is an address of http or https with the name of a machine in it."""
+    """Whether `url` is an http or https address with a host."""
     try:
         parts = httpx.URL(url)
     except httpx.InvalidURL:
@@ -65,26 +65,26 @@ def names_a_host(url: str) -> bool:
 
 
 def as_header_carries(token: str) -> str:
-    """The token without blanks at its ends, where a secret often has a line break. Raises ValueError without it."""
+    """Return the token without blanks at its ends. Raises ValueError if a header cannot carry it."""
     bare = token.strip()
     if not (bare and bare.isascii() and bare.isprintable()):
-        raise ValueError("a token must be printable ASCII on one line, for a header to carry it; give another one")
+        raise ValueError("a token must be printable ASCII on one line, to fit into a header; use another one")
     return bare
 
 
 def token_in(file: Path) -> SecretStr:
-    """The token that a file holds. Raises ValueError for a file that cannot be read or holds none."""
+    """Read a token from a file. Raises ValueError if the file cannot be read or is empty."""
     try:
         found = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"token_file {file} cannot be read: {type(error).__name__}") from None
     if not found:
-        raise ValueError(f"token_file {file} is empty; it must hold the token")
+        raise ValueError(f"token_file {file} is empty; it must contain the token")
     return SecretStr(as_header_carries(found))
 
 
 def sentences(error: ValidationError) -> list[str]:
-    """What is wrong with each setting, by the variable's name and never by its value."""
+    """Return a sentence for each invalid setting, with the variable's name but never its value."""
     found = []
     for item in error.errors(include_input=False, include_url=False, include_context=False):
         name, *inside = map(str, item["loc"] or ("",))
@@ -95,6 +95,6 @@ def sentences(error: ValidationError) -> list[str]:
 
 
 def meant(given: str, names: Iterable[str]) -> str:
-    """The clause `did you mean NAME? ` for an error's sentence; empty where no name is near."""
+    """Return the clause `did you mean NAME? ` for an error message; empty if no name is similar."""
     near = get_close_matches(given[:64].lower(), names, n=1, cutoff=0.7)
     return f"did you mean {near[0]!r}? " if near else ""

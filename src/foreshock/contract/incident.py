@@ -1,14 +1,13 @@
-"""Incidents: what all warnings of a run come to, one for each cause; one for rounding and score growth together.
+"""Incidents: the warnings of a run, grouped by cause; active rounding and score growth form one incident.
 
-Warnings are of heads, and every rank has its own; people need one message. An incident opens with the first warning of
-its cause, grows with every further one, and closes when all are quiet; its heads are ranked by how soon they come to
-harm. A warning whose cause is corrected is of the incident of that cause since it was raised. Where that incident has
-no other warning, it continues under another name and says so. Rounding and score growth that stand at one time are one
-incident.
+Each warning concerns one head on one rank, but people need a single message. An incident opens with the first warning
+of its cause, grows with every further one, and closes when all are cleared; its heads are sorted by the steps left. If
+the cause of a warning is corrected, the warning belongs to the incident of the new cause, from the step at which it was
+raised. If no other warning of the former cause remains, the incident continues under the new cause and says so.
 
-It is a function of what is known: the newest word of every warning, the present modes, what became of switches, and who
-acknowledged. So it does not depend on the order in which ranks were heard, needs no table of its own, and old stores
-have incidents too. The agent reads its own warnings with the same function.
+Incidents are computed only from the newest verdict of every warning, the present modes, the results of switches, and
+acknowledgements. So they do not depend on the order in which ranks report, need no table, and exist for old stores too.
+The agent computes the incidents of its own warnings with the same function.
 """
 
 import math
@@ -40,13 +39,13 @@ AnyRef = tuple[int | None, int | None]
 
 
 class Warned(NamedTuple):
-    """A warning of a rank in its newest word."""
+    """A warning of a rank, with its newest verdict."""
 
     rank: int
     raised_step: int
     verdict: Verdict
     rejected: bool = False
-    """Whether a person rejected a switch while it stood."""
+    """Whether a person rejected a switch while the warning was active."""
 
     @property
     def ref(self) -> AnyRef:
@@ -55,23 +54,23 @@ class Warned(NamedTuple):
 
     @property
     def cause(self) -> IncidentCause:
-        """The cause that it is gathered under."""
+        """The cause of the incident that it belongs to."""
         return cause_of(self.verdict)
 
     @property
     def stands(self) -> bool:
-        """Whether it is not over."""
+        """Whether it is not cleared."""
         return self.verdict.state != "cleared"
 
     @property
     def joined_step(self) -> int:
-        """Since when it speaks of its cause."""
+        """The step since which it has its present cause."""
         corrected = self.verdict.corrected_step
         return self.raised_step if corrected is None else max(corrected, self.raised_step)
 
 
 class SwitchOutcome(NamedTuple):
-    """What became of a switch: it speaks of every warning of its heads that was raised until `step`."""
+    """The verified result of a switch; it applies to every warning of its heads that was raised up to `step`."""
 
     heads: frozenset[HeadRef] | None
     """None: every head."""
@@ -80,7 +79,7 @@ class SwitchOutcome(NamedTuple):
 
 
 class Acknowledged(BaseModel):
-    """Somebody has seen an incident and takes care of it."""
+    """The acknowledgement of an incident by a person who takes care of it."""
 
     model_config = ConfigDict(frozen=True)
     cause: IncidentCause
@@ -91,22 +90,22 @@ class Acknowledged(BaseModel):
 
 
 class IncidentHead(BaseModel):
-    """A head of an incident, or the whole run where layer and head are null. All ranks that speak of it together."""
+    """A head of an incident, or the whole run if layer and head are null; the warnings of all ranks together."""
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings", json_schema_serialization_defaults_required=True)
     layer: int | None
     head: int | None
-    causes: list[IncidentCause] = Field(description="why it is warned about; several where ranks report different ones")
+    causes: list[IncidentCause] = Field(description="causes of its warnings; several if ranks report different ones")
     state: HeadState = Field(description="quiet: no active warning; else the state of this head's mitigation")
     severity: Severity
     signal: str
     raised_step: int
-    step: int = Field(description="of its newest word")
-    steps_left: float | None = Field(description="until the largest |score| reaches 512; 0 past it, null: not foreseen")
-    harm_step: int | None = Field(description="the step at which that is expected")
-    harm_first_step: int | None = Field(description="at the earliest; the latest cannot be estimated")
+    step: int = Field(description="step of its newest verdict")
+    steps_left: float | None = Field(description="until the largest |score| reaches 512; 0 past it, null: no forecast")
+    harm_step: int | None = Field(description="the expected step at which it reaches 512")
+    harm_first_step: int | None = Field(description="the earliest such step; the latest cannot be estimated")
     harm_in_sight: bool | None = Field(description="false: on its course it stays below 512; null: no forecast")
-    corrected_from: IncidentCause | None = Field(description="the cause that it was reported under before")
+    corrected_from: IncidentCause | None = Field(description="the cause that was reported before")
     sentence: str
     evidence: dict[str, float]
 
@@ -117,56 +116,54 @@ class IncidentHead(BaseModel):
 
     @property
     def curable(self) -> bool:
-        """Whether a switch helps against something that it is warned about."""
+        """Whether a switch helps against one of its causes."""
         return any(map(curable, self.causes))
 
     @property
     def cured(self) -> bool:
-        """Whether all that it is warned about has stopped."""
+        """Whether all growth that it is warned about has stopped."""
         return self.state == "arrested" and all(map(curable, self.causes))
 
 
 class IncidentInShort(BaseModel):
-    """An incident without its heads. `id` names it within its run: its cause, with a dash for a space."""
+    """An incident without its heads. `id` is unique within its run: its cause, with a dash for a space."""
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings", json_schema_serialization_defaults_required=True)
     id: str
     cause: IncidentCause = Field(description="the first of `causes`")
-    causes: list[IncidentCause] = Field(default_factory=list, description="every cause that its warnings have")
+    causes: list[IncidentCause] = Field(default_factory=list, description="every cause of its warnings")
     state: IncidentState
     severity: Severity = Field(description="of its worst head that is neither quiet nor arrested")
-    opened_step: int = Field(description="the first warning, also if it had another cause")
-    step: int = Field(description="of its newest word")
+    opened_step: int = Field(description="step of the first warning, also if that had another cause")
+    step: int = Field(description="step of its newest verdict")
     times: int = Field(description="how often it has opened in this run")
-    corrected_from: IncidentCause | None = Field(
-        default=None, description="the cause that the incident was reported under before"
-    )
+    corrected_from: IncidentCause | None = Field(default=None, description="the cause that was reported before")
     corrected_step: int | None = Field(default=None, description="the step at which its cause was corrected")
     standing: int = Field(description="heads that are warned about now; the whole run counts as one")
-    steps_left: float | None = Field(description="of the head that comes to harm first")
+    steps_left: float | None = Field(description="steps left of the first head to reach 512")
     sentence: str = Field(description="the incident in words")
 
 
 class Incident(IncidentInShort):
-    """All warnings of one cause in a run, or of rounding and score growth where both stood at one time."""
+    """All warnings of one cause in a run, or of rounding and score growth if both were active at the same time."""
 
-    before_step: int = Field(description="checkpoints before this step are older than what the incident warns about")
+    before_step: int = Field(description="checkpoints before this step are not affected")
     closed_step: int | None
-    switched: int = Field(description="how many of those that rounding drives have a mode under which that ends")
-    layers: list[int] = Field(description="of the heads with active warnings, or of all heads if there are none")
+    switched: int = Field(description="number of heads with the cause rounding that have a mode which stops its growth")
+    layers: list[int] = Field(description="layers of the heads with active warnings, or of all heads if there are none")
     harm_step: int | None
     harm_first_step: int | None
     heads: list[IncidentHead] = Field(description="soonest harm first; quiet ones last")
     acknowledged: Acknowledged | None
-    act: Act = Field(description="what machines do about it under the run's policy: switch, propose or none")
+    act: Act = Field(description="the automatic action under the run's policy: switch, propose or none")
     done: str = Field(description="the actions so far, in words")
     to_do: str = Field(description="the next actions of people, in words")
-    ask: Ask = Field(description="what that asks for: to approve `order`, to order a switch, or neither")
+    ask: Ask = Field(description="the action that `to_do` requests: approve `order`, order a switch, or none of these")
     order: Order | None = Field(description="the newest order for its heads, or the proposal that waits")
 
     @property
     def standing_heads(self) -> int:
-        """Heads that are warned about now; 0 where the whole run alone is."""
+        """The number of heads that are warned about now; 0 if only the whole run is."""
         return sum(head.layer is not None and head.state != "quiet" for head in self.heads)
 
     @property
@@ -176,7 +173,7 @@ class Incident(IncidentInShort):
 
 
 _NAMED_HEADS: Final = 3
-"""The number of heads that are named one by one; of more, only a count is given."""
+"""The maximum number of heads to name one by one; of more, only the count is given."""
 
 
 def _sentence(
@@ -187,7 +184,7 @@ def _sentence(
     was: IncidentCause | None,
     corrected: int,
 ) -> str:
-    """The incident in words: since when, which heads, and when the first of them comes to harm."""
+    """Return the incident in words: its first step, its heads, and the expected step at which one reaches 512."""
     shown = standing or heads
     named = [
         f"{CAUSES[cause].reads} in {heads_in_words([head.ref for head in own])}"
@@ -200,8 +197,8 @@ def _sentence(
     if not standing:
         return f"{text} Quiet since step {max(head.step for head in heads):,}."
     first = shown[0]
-    alone = first.signal == "level" and len(shown) < 2
-    if first.layer is None and was is None and (first.signal == "nonfinite" or alone):
+    only_level = first.signal == "level" and len(shown) < 2
+    if first.layer is None and was is None and (first.signal == "nonfinite" or only_level):
         return first.sentence  # it names place, extent and harm
     if first.layer is not None and len(shown) > 1:
         text += f" First: {_name_of(first.ref)}."
@@ -217,7 +214,7 @@ def _sentence(
 
 
 def _rounded(step: int) -> str:
-    """A forecast is not known to the step: three digits."""
+    """Format a step with three significant digits, the precision of a forecast."""
     unit = 10 ** max(0, len(str(step)) - 3)
     return f"{round(step / unit) * unit:,}"
 
@@ -228,14 +225,14 @@ def _name_of(ref: AnyRef) -> str:
 
 
 def counted(heads: Sequence[AnyRef]) -> str:
-    """How many heads these are; the whole run is none of them."""
+    """Return the number of heads in words; a reference to the whole run is named separately."""
     named = sum(layer is not None for layer, _ in heads)
     whole = ["the whole run"] if named < len(heads) else []
     return " and ".join(whole + [f"{named} head{'s' if named > 1 else ''}"] * (named > 0))
 
 
 def heads_in_words(heads: Sequence[AnyRef] | None) -> str:
-    """A few heads by name, or how many heads of which layers; None: every head."""
+    """Return a few heads by name, or the number of heads and their layers; None stands for every head."""
     if not heads:
         return "every head" if heads is None else "no head"
     if len(heads) <= _NAMED_HEADS:
@@ -252,35 +249,35 @@ def heads_in_words(heads: Sequence[AnyRef] | None) -> str:
 
 
 def page_of(url: str, *runs: str) -> str:
-    """The address of the live page that shows these runs of the service at `url`, at least one."""
+    """Return the address of the live page for these runs (at least one) of the service at `url`."""
     return f"{url.rstrip('/')}/?runs={quote(','.join(runs), safe='/:,')}"
 
 
 class RunContext(NamedTuple):
-    """What is known of a run beside its warnings."""
+    """The state of a run in addition to its warnings."""
 
     mitigation: str
     modes: Mapping[HeadRef, str] = {}
-    """The present mode of each head, where it is known."""
+    """The present mode of each head, if known."""
     judged: Sequence[SwitchOutcome] = ()
     acknowledged: Sequence[Acknowledged] = ()
     policy: Policy | None = None
     scope: str | None = None
     last_step: int = 0
-    """Steps left are counted from it."""
+    """The step from which `steps_left` is counted."""
     orders: Sequence[Order] | None = None
-    """Switches that were ordered and proposed, the newest first; None: not known."""
+    """Ordered and proposed switches, the newest first; None: not known."""
     held: Collection[HeadRef] = ()
-    """Heads that a person took a mitigation from, which no machine switches."""
+    """Heads from which a person removed a mitigation; they are not switched automatically."""
     ended: bool = False
     clip: str | None = None
-    """`Started.qk_clip` as it is now."""
+    """The present value of `Started.qk_clip`."""
 
 
 def _decide(
     episode: Sequence[Warned], standing: Sequence[IncidentHead], known: RunContext, before_step: int
 ) -> tuple[Text, Order | None]:
-    """What is done about what stands and what is left to people, and the order that shows how far that is."""
+    """Return the texts for the actions so far and the next ones, and the order that shows the state of the switch."""
     if not standing:
         refs = {one.ref for one in episode}
         order = next((one for one in known.orders or () if one.state == "applied" and one.names(refs)), None)
@@ -295,7 +292,7 @@ def _decide(
     broken = any(head.signal == "nonfinite" for head in standing if head.curable)
     if not more or broken or known.ended:
         return what, order
-    [growth] = more  # rounding drives heads, and scores grow too
+    [growth] = more  # some heads have the cause rounding, others score growth
     if what.to_do == "Nothing.":
         return Text(f"Rounding: {what.done} Score growth: {growth.done}", growth.to_do), order
     return what._replace(to_do=f"{what.to_do} Scores grow too: {growth.to_do}"), order
@@ -304,7 +301,7 @@ def _decide(
 def _text(
     cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContext, before_step: int, order: Order | None
 ) -> Text:
-    """The text of these heads, which are warned about for this cause, filled in."""
+    """Return the text for the heads with this cause, with its fields filled in."""
     switched, all_of_them = switched_of(heads), len(heads)
     texts = CAUSES[cause].texts
     text = texts.get(_state(cause, heads, known, order)) or texts[""]
@@ -326,7 +323,7 @@ def _text(
 
 
 def _state(cause: IncidentCause, heads: Sequence[IncidentHead], known: RunContext, order: Order | None) -> str:
-    """The line of `CauseInfo.texts`: what was ordered counts more than what the policy would do."""
+    """Return the key of the text in `CauseInfo.texts`; an existing order takes precedence over the policy."""
     progress = progress_of(heads) if curable(cause) else "unswitched"
     slows = all(head.severity == "info" for head in heads)
     severe = any(head.severity == "critical" for head in heads)
@@ -364,7 +361,7 @@ def switched_of(heads: Sequence[IncidentHead]) -> int:
 
 
 def falls(evidence: Mapping[str, float]) -> bool:
-    """Whether what had grown in a head became less over the window: offset and largest score, as far as known."""
+    """Whether a head's offset and largest score, as far as known, are smaller than at the start of the window."""
     both = [(evidence.get(key), evidence.get(f"{key}_before")) for key in ("offset", "score")]
     known = [(abs(now), abs(before)) for now, before in both if now is not None and before is not None]
     return bool(known) and all(now < before for now, before in known)
@@ -373,11 +370,11 @@ def falls(evidence: Mapping[str, float]) -> bool:
 def _order(
     episode: Sequence[Warned], standing: Sequence[IncidentHead], known: RunContext, cause: IncidentCause
 ) -> Order | None:
-    """The newest order that shows where the incident's heads stand.
+    """Return the newest order that shows the state of the incident's heads.
 
-    Of heads that are not switched: the newest one for any of them. A rejection or a switch that was taken back counts
-    while it holds for all of them. Of heads that are switched: the newest one that did it, or a proposal of more.
-    A proposal that waits goes before newer orders, since it is what people can answer.
+    If some heads are not switched, it is the newest order for any of them; a rejection or an undone switch counts only
+    if it applies to all of them. If all are switched, it is the newest order that switched them, or a proposal of a
+    stronger mode. A waiting proposal takes precedence over newer orders, because people can answer it.
     """
     bare = {head.ref for head in standing if head.state == "unswitched"}
     own, progress = bare or {head.ref for head in standing}, progress_of(standing)
@@ -396,7 +393,7 @@ def _order(
 
 
 def _cures(mode: str) -> bool:
-    """Whether growth by rounding ends under a mode; one of another version may do anything."""
+    """Whether growth by rounding ends under a mode; False for a mode of another version."""
     return is_mode(mode) and bool(parse_mode(mode) & ROUNDING_ENDS)
 
 
@@ -410,9 +407,9 @@ def progress_of(standing: Sequence[IncidentHead]) -> Progress:
 
 
 def incidents(warned: Iterable[Warned], known: RunContext) -> list[Incident]:
-    """Every incident of a run, the most urgent first. The order of what is given does not matter.
+    """Return every incident of a run, the most urgent first. The order of `warned` does not matter.
 
-    Warnings of severity info are notes, and open nothing.
+    Warnings of severity info are notes, and do not open an incident.
     """
     together: dict[frozenset[IncidentCause], list[Warned]] = {}
     for one in warned:
@@ -429,7 +426,7 @@ def incidents(warned: Iterable[Warned], known: RunContext) -> list[Incident]:
 
 
 def urgency(incident: Incident) -> tuple[bool, int, float, int]:
-    """Sorts the most urgent first: open before closed, severe before mild, soon before late."""
+    """Sort key, the most urgent first: open before closed, then by severity, then by steps left."""
     left = math.inf if incident.steps_left is None else incident.steps_left
     closed = incident.state in ("closed", "arrested")
     return closed, -SEVERITIES.index(incident.severity), left, list(CAUSES).index(incident.cause)
@@ -440,7 +437,7 @@ def _causes(warned: Iterable[Warned]) -> list[IncidentCause]:
 
 
 def _episodes(warned: Sequence[Warned]) -> list[list[Warned]]:
-    """Warnings that stood at one time belong together; what comes after all were quiet opens the incident again."""
+    """Split warnings into episodes: those that overlap in time; a warning after all were cleared starts a new one."""
     found: list[list[Warned]] = []
     until = -math.inf
     for one in sorted(warned, key=lambda one: (one.raised_step, one.rank, one.verdict.id)):
@@ -480,7 +477,7 @@ def _incident(episodes: Sequence[Sequence[Warned]], known: RunContext, last_step
     driven = [head for head in standing if head.curable]
     progress = progress_of(driven)
     if progress == "arrested" and loose:
-        progress = "unswitched"  # what grows by itself is open
+        progress = "unswitched"  # because growth that a switch does not affect continues
     state: IncidentState = "closed" if not standing else "open" if progress == "unswitched" else progress
     if state == "open" and seen is not None:
         state = "acknowledged"
@@ -515,7 +512,7 @@ def _incident(episodes: Sequence[Sequence[Warned]], known: RunContext, last_step
 
 
 def _head(own: Sequence[Warned], known: RunContext, last_step: int) -> IncidentHead:
-    """One head as all ranks that hold it see it: the rank that expects harm first speaks for it."""
+    """Combine the warnings of all ranks about one head; the values are those of the rank with the earliest harm."""
     standing = [one for one in own if one.stands]
     verdict = min(standing or own, key=_speaks_first).verdict
     raised = min(one.raised_step for one in own)
@@ -540,8 +537,8 @@ def _head(own: Sequence[Warned], known: RunContext, last_step: int) -> IncidentH
 
 
 def _severity(own: Sequence[Warned]) -> Severity:
-    """The worst that any rank reports of a head. What falls is a warning at most; what slows down, so that its score
-    stays below 512 on this course, is a note, of which no alert is made."""
+    """Return the highest severity that any rank reports of a head. If its values fall, it is at most a warning; if its
+    growth slows down so that the score will stay below 512, it is a note, which causes no alert."""
     worst = max((one.verdict.severity for one in own), key=SEVERITIES.index)
     if any(one.verdict.signal == "nonfinite" for one in own):
         return worst
@@ -552,13 +549,13 @@ def _severity(own: Sequence[Warned]) -> Severity:
 
 
 def _cure(ref: HeadRef, raised_step: int, known: RunContext) -> Progress:
-    """Where a head's cure stands. Who was arrested stays so until a warning is raised after that was found."""
+    """Return the state of a head's mitigation. An arrested head stays arrested until a later warning is raised."""
     if not _cures(known.modes.get(ref, "plain")):
         return "unswitched"
     spoken = [one for one in known.judged if (one.heads is None or ref in one.heads) and one.step >= raised_step]
     if not spoken:
         return "switched"
-    newest = max(one.step for one in spoken)  # of several at one step the worse word counts
+    newest = max(one.step for one in spoken)  # of several results at one step the worst counts
     return "arrested" if all(one.arrested for one in spoken if one.step == newest) else "not arrested"
 
 
@@ -575,7 +572,7 @@ def _speaks_first(one: Warned) -> tuple[float, int, int, int, str]:
 
 
 def _soonest(head: IncidentHead) -> tuple[bool, bool, bool, float, int, int, int, int]:
-    """What is not finite is harmed already; then by the step of harm; what is arrested or quiet comes last."""
+    """Sort key: non-finite heads, which are harmed already, first; then by step of harm; arrested and quiet last."""
     return (
         head.state == "quiet",
         head.cured,

@@ -1,7 +1,7 @@
-"""The modes of a head, one entry each; everything else that knows the modes reads this list.
+"""The modes of a head, one entry each; all other code about modes is derived from this list.
 
-Every mode computes the same mathematics; only their rounding differs. A head may have several: its mode is then the
-sum of their flags, and its name their names in the order of the list, joined by a plus sign.
+All modes compute the same mathematics with different rounding. A head may have several modes: its mode is then the sum
+of their flags, and its name is their names in the order of the list, joined by a plus sign.
 """
 
 from collections.abc import Iterable
@@ -17,8 +17,8 @@ from foreshock.contract.environment import meant
 class Mode(IntFlag):
     """Flags of a head's mode, one int32 in device memory that each kernel program reads once (design.md, decision 4).
 
-    Flags are part of the wire format and of stored runs: append, never renumber. 2, 16 and 32 were modes that no kernel
-    computes now; recordings show these numbers.
+    Flags are part of the wire format and of stored runs: append, never renumber. 2, 16 and 32 were modes that have been
+    removed; recordings contain these numbers.
     """
 
     PLAIN = 0
@@ -29,23 +29,23 @@ class Mode(IntFlag):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModeInfo:
-    """One mode. Its name is the flag's, in small letters."""
+    """One mode. Its name is that of its flag, in lower case."""
 
     flag: Mode
     does: str
-    """In one line, for the page, the command line and the documentation."""
+    """A description in one line, for the page, the command line and the documentation."""
     cures: str
-    """What the mode takes away, and what it leaves."""
+    """The rounding errors that the mode removes, and those that remain."""
     ends_rounding_growth: bool = False
     """Whether growth that rounding causes ends under it: a head that has the mode cannot fail from rounding."""
     escalates_to: Mode = Mode.PLAIN
-    """What is added where it did not arrest a head; plain: nothing is left."""
+    """The mode to add if this one did not arrest a head; plain: there is none."""
     proposed: bool = False
-    """Whether a machine may propose it: not what saved no run."""
+    """Whether foreshock may propose it; False for modes that did not save any run."""
 
     @property
     def name(self) -> str:
-        """As people type it."""
+        """The name that people type."""
         return str(self.flag.name).lower()
 
 
@@ -72,14 +72,14 @@ MODES: Final = (
         proposed=True,
     ),
 )
-"""Every mode but plain, in the order in which a union names them."""
+"""Every mode except plain, in the order of their names in a union."""
 
 MODE_NAMES: Final = tuple(mode.name for mode in MODES)
-"""The names that people type, alone or several joined by a plus sign; `plain` stands for none of them."""
+"""The names that people type, also several joined by a plus sign; `plain` means none of them."""
 DEFAULT_MITIGATION: Final = "row_corrected"
-"""What a head is switched to where nobody chose another: what held most runs, early and late (lab/NOTEBOOK.md)."""
+"""The default mitigation: it saved the most runs, early and late (lab/NOTEBOOK.md)."""
 MODE_PATTERN: Final = r"plain|({0})(\+({0}))*".format("|".join(MODE_NAMES))
-"""Of a mode's name, as a regular expression."""
+"""A regular expression for names of modes."""
 
 
 def _all_of(modes: Iterable[ModeInfo]) -> Mode:
@@ -93,7 +93,7 @@ _ALLOWED: Final = f"allowed are plain, {', '.join(MODE_NAMES)}, and several of t
 
 
 def modes_in(mode: int) -> tuple[ModeInfo, ...]:
-    """The entries that a mode consists of. Raises ValueError for flags that do not exist."""
+    """Return the entries that a mode consists of. Raises ValueError for flags that do not exist."""
     found = tuple(each for each in MODES if each.flag & mode)
     if _all_of(found) != mode:
         raise ValueError(f"mode {mode} does not exist; {_ALLOWED}")
@@ -101,12 +101,12 @@ def modes_in(mode: int) -> tuple[ModeInfo, ...]:
 
 
 def mode_name(mode: int) -> str:
-    """The name of a mode's flags. Raises ValueError for flags that do not exist."""
+    """Return the name of a mode's flags. Raises ValueError for flags that do not exist."""
     return "+".join(each.name for each in modes_in(mode)) or "plain"
 
 
 def parse_mode(name: str) -> Mode:
-    """The flags of a mode's name. Raises ValueError with a sentence for a name that does not exist."""
+    """Return the flags of a mode's name. Raises ValueError for a name that does not exist."""
     flags = {each.name: each.flag for each in MODES}
     parts = [] if name == "plain" else name.split("+")
     if unknown := [part for part in parts if part not in flags]:
@@ -116,7 +116,7 @@ def parse_mode(name: str) -> Mode:
 
 
 def is_mode(name: str) -> bool:
-    """Whether a name is known here; an agent of another version may report others."""
+    """Whether this version knows a mode's name; agents of other versions may report other names."""
     try:
         parse_mode(name)
     except ValueError:
@@ -125,7 +125,7 @@ def is_mode(name: str) -> bool:
 
 
 def stronger(name: str) -> str | None:
-    """What may be proposed where `name` did not arrest a head; None where nothing is left, or `name` is unknown."""
+    """Return the mode to propose if `name` did not arrest a head; None if there is none, or `name` is unknown."""
     now = parse_mode(name) if is_mode(name) else Mode.PLAIN
     for each in modes_in(now):
         if each.escalates_to & ~now and not each.escalates_to & ~_PROPOSED:
@@ -134,7 +134,7 @@ def stronger(name: str) -> str | None:
 
 
 def all_modes() -> list[Mode]:
-    """Every mode that a head may have, unions included, plain first."""
+    """Return every mode that a head may have, including unions, plain first."""
     found = [Mode.PLAIN]
     for each in MODES:
         found += [mode | each.flag for mode in found]

@@ -1,7 +1,7 @@
-"""Which checkpoint a run that failed goes back to, and how: a pure function of what is known of the run.
+"""The plan for resuming a failed run, as a pure function of its checkpoints and incidents.
 
-A checkpoint is judged by the incidents of its run: one that was written while an incident was open holds the state
-that the incident warns about; one that was written after the incident became critical holds the harm.
+Checkpoints are labelled by the incidents of their run: one written during an incident contains the state that the
+incident warns about; one written after the incident became critical contains harmed weights.
 """
 
 import json
@@ -21,7 +21,7 @@ Label = Literal["clean", "after a warning", "after harm"]
 
 
 SECOND_NAME: Final = "foreshock-clean-"
-"""A protected checkpoint's second name starts so: the trainer does not delete it."""
+"""Prefix of the second name of a protected checkpoint, which the trainer does not delete."""
 
 
 def _is_second_name(path: str) -> bool:
@@ -34,7 +34,7 @@ class _Trainer(NamedTuple):
     loads: tuple[str, ...]
     attaches: str
     agent: str
-    """The agent, once training is prepared; empty: it exists only in the training, which `foreshock switch` reaches."""
+    """Expression for the agent after preparation; empty if it exists only during training (use `foreshock switch`)."""
 
 
 _TRAINERS: Final = {
@@ -52,11 +52,11 @@ _TRAINERS: Final = {
         "agent",
     ),
 }
-"""By the trainer that wrote the checkpoint."""
+"""Trainers by the name in `Checkpoint.trainer`."""
 
 
 class LabelledCheckpoint(BaseModel):
-    """A checkpoint of a run, and what is known against it."""
+    """A checkpoint of a run and its label."""
 
     step: int
     path: str
@@ -67,16 +67,16 @@ class LabelledCheckpoint(BaseModel):
 
 
 class ResumePlan(BaseModel):
-    """Where a run can go back to. foreshock never goes back by itself."""
+    """A plan to resume a run. foreshock never resumes a run itself."""
 
     sentence: str
-    checkpoint: LabelledCheckpoint | None = Field(description="the one to resume from; null: none is known, or needed")
-    commands: list[str] = Field(description="lines to run or to write into the program, in order")
-    checkpoints: list[LabelledCheckpoint] = Field(description="all that are known, the newest first")
+    checkpoint: LabelledCheckpoint | None = Field(description="checkpoint to resume from; null: none known or needed")
+    commands: list[str] = Field(description="lines to run or to add to the program, in order")
+    checkpoints: list[LabelledCheckpoint] = Field(description="all known checkpoints, the newest first")
 
 
 def label_of(step: int, incidents: Sequence[Incident]) -> Label:
-    """What is known against a checkpoint of `step`: nothing where no incident was open at that step."""
+    """Return the label of a checkpoint of `step`: clean if no incident was open at that step."""
     over = [one for one in incidents if one.before_step <= step and (one.closed_step is None or step < one.closed_step)]
     if any(step >= _harmed_step(one) for one in over):
         return "after harm"
@@ -84,7 +84,7 @@ def label_of(step: int, incidents: Sequence[Incident]) -> Label:
 
 
 def _harmed_step(incident: Incident) -> float:
-    """The first step whose checkpoint holds the harm; infinite while there is only a warning."""
+    """Return the first step whose checkpoint has harmed weights; infinite while there is only a warning."""
     if any(CAUSES[cause].harms for cause in incident.causes):
         return incident.before_step
     if incident.severity != "critical":
@@ -100,8 +100,8 @@ def _harmed_step(incident: Incident) -> float:
 def resume_plan(
     run: str, checkpoints: Sequence[Checkpoint], incidents: Sequence[Incident], *, mitigation: str, ended: bool
 ) -> ResumePlan:
-    """The plan for `run`. checkpoints: all that were reported; incidents: closed ones included; mitigation: the mode
-    that a warning of this run switches heads to; ended: no process of the run is active."""
+    """Return the plan for `run`. checkpoints: all reported ones; incidents: including closed ones; mitigation: the mode
+    that a warning of this run switches heads to; ended: whether no process of the run is active."""
     open_ones = [one for one in incidents if one.closed_step is None]
     known = {(one.step, one.path): one for one in checkpoints}
     newest = sorted(known.values(), key=lambda one: (one.step, _is_second_name(one.path)), reverse=True)
@@ -110,13 +110,13 @@ def resume_plan(
         LabelledCheckpoint(**one.model_dump(exclude={"kind"}), label=label_of(one.step, incidents), pinned=False)
         for one in newest
     ]
-    clean = (one for one in labelled if one.label == "clean")  # so older than every incident that is open
+    clean = (one for one in labelled if one.label == "clean")  # older than every open incident
     best, since = next(clean, None), "" if before is None else f" The first open incident began at step {before:,}."
     commands: list[str] = []
     if best is not None:
         best.pinned = before is not None
     if before is None and not ended:
-        best, sentence = None, f"{run} trains and has no open incident: there is nothing to go back to."
+        best, sentence = None, f"{run} trains and has no open incident, so it need not be resumed."
     else:
         commands = _commands(run, open_ones, mitigation, best, _trainer(best or next(iter(labelled), None)))
         found = f"none of the {len(newest)} reported checkpoints is clean" if newest else "no checkpoint was reported"
@@ -133,7 +133,7 @@ def _trainer(checkpoint: LabelledCheckpoint | None) -> _Trainer:
 def _commands(
     run: str, incidents: Sequence[Incident], mitigation: str, back_to: LabelledCheckpoint | None, trainer: _Trainer
 ) -> list[str]:
-    """How the training resumes, and what is to be different this time, so that it does not fail again."""
+    """Return the lines that resume the training, with the changes that keep it from failing again."""
     causes = {cause for one in incidents for cause in one.causes}
     load, orders = [], []
     given = [info.resume_with for cause, info in CAUSES.items() if cause in causes and info.resume_with]
@@ -141,7 +141,7 @@ def _commands(
     if back_to is not None:
         load = [line.format(path=back_to.path, step=back_to.step) for line in trainer.loads]
         if back_to.trainer == "torchtitan" and _is_second_name(back_to.path):
-            # torchtitan finds a checkpoint by its step alone, and may have deleted its first name
+            # torchtitan finds a checkpoint only by its step, and may have deleted its first name
             first_name = f"{back_to.path.rpartition('/')[0]}/step-{back_to.step}"
             load.insert(0, f"cp -al {shlex.quote(back_to.path)} {shlex.quote(first_name)}")
     if any(map(curable, causes)):

@@ -1,6 +1,6 @@
-"""The way of an HTTP request to one address, as the environment describes it: its proxy, and the trusted certificates.
+"""The route of an HTTP request as set by environment variables: its proxy, and the trusted certificates.
 
-httpx reads the same variables, but it fails on some of their usual values (`NO_PROXY=[::1]`), names none of them in its
+httpx reads the same variables, but it fails on some usual values (`NO_PROXY=[::1]`), does not name the variables in its
 errors, and sends requests to a loopback address through the proxy.
 """
 
@@ -22,28 +22,28 @@ _CERTIFICATES: Final = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
 class RouteError(OSError):
-    """A variable of the environment names something unusable. The sentence names the variable, and holds no secret."""
+    """An environment variable has an unusable value. The message names the variable, but contains no secret."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """How to reach one address. str() is empty, or says which proxy is used and which variable named it."""
+    """How to reach one address. str() names the proxy and its variable; it is empty without a proxy."""
 
     proxy: httpx.Proxy | None
     variable: str
     """The variable that named the proxy."""
     tls: ssl.SSLContext | bool
-    """False where neither the address nor the proxy speaks TLS."""
+    """False if neither the address nor the proxy uses TLS."""
 
     def __str__(self) -> str:
         if self.proxy is None:
             return ""
-        where = self.proxy.url  # without its login, which Proxy has taken out
+        where = self.proxy.url  # without the login, which httpx.Proxy removes
         return f" through the proxy {where.scheme}://{where.netloc.decode('ascii')} ({self.variable})"
 
 
 def route_to(url: str) -> Route:
-    """The route to `url`. Raises RouteError if a variable that this route needs cannot be used."""
+    """Return the route to `url`. Raises RouteError if a variable that this route needs is unusable."""
     route = _route(url)
     proxy, tls_to_proxy = route.proxy, route.proxy is not None and route.proxy.url.scheme == "https"
     if not tls_to_proxy and httpx.URL(url).scheme != "https":
@@ -55,24 +55,24 @@ def route_to(url: str) -> Route:
 
 
 def _route(url: str) -> Route:
-    """Without certificates, which take a while to read."""
+    """Return the route without reading certificates, which is slow."""
     variable, value = _proxy_of(httpx.URL(url))
     return Route(_proxy(variable, value) if value else None, variable, False)
 
 
 def transport_to(url: str) -> httpx.HTTPTransport:
-    """httpx's connections by this route. Raises RouteError."""
+    """Return an httpx transport for the route to `url`. Raises RouteError."""
     route = route_to(url)
     return httpx.HTTPTransport(verify=route.tls, proxy=route.proxy, trust_env=False)
 
 
 def unanswered(url: str, error: BaseException) -> str:
-    """The address that did not answer, the proxy that was used, and the error, for a sentence."""
+    """Return the address that did not answer, the proxy that was used, and the error, for an error message."""
     return f"{url}{through(url)} ({type(error).__name__}{untrusted(error)})"
 
 
 def through(url: str) -> str:
-    """Which proxy a request to `url` takes, as words to follow the address; empty without a usable one."""
+    """Return the proxy of requests to `url`, in words to follow the address; empty without a usable proxy."""
     try:
         return str(_route(url))
     except RouteError:
@@ -80,7 +80,7 @@ def through(url: str) -> str:
 
 
 def untrusted(error: BaseException) -> str:
-    """A clause about the variable of the certificates if these do not vouch for the other side."""
+    """Return a clause that names the variable of the trusted certificates if verification failed, else empty."""
     name = next((name for name in _CERTIFICATES if os.environ.get(name)), "")
     return f"; the trusted certificates are those of {name}" if name and "CERTIFICATE_VERIFY" in str(error) else ""
 
@@ -90,11 +90,11 @@ def _of_httpx() -> ssl.SSLContext:
 
 
 def trusted_certificates(default: Callable[[], ssl.SSLContext] = _of_httpx) -> ssl.SSLContext:
-    """Those of SSL_CERT_FILE, else of SSL_CERT_DIR, else the default ones, which come with httpx. Raises RouteError."""
+    """Load the certificates of SSL_CERT_FILE, else of SSL_CERT_DIR, else the defaults of httpx. Raises RouteError."""
     file, folder = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
     try:
         if file:
-            if not Path(file).is_file():  # a pipe would hold the caller up
+            if not Path(file).is_file():  # reading a pipe would block
                 raise FileNotFoundError("there is no such regular file")
             return ssl.create_default_context(cafile=file)
         if folder:
@@ -110,7 +110,7 @@ def trusted_certificates(default: Callable[[], ssl.SSLContext] = _of_httpx) -> s
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address means this machine."""
+    """Whether a name or an address refers to this machine."""
     bare = host.strip("[]").rstrip(".").lower()
     if bare == "localhost" or bare.endswith(".localhost"):
         return True
@@ -127,12 +127,12 @@ def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         pass
     try:
         return ipaddress.IPv4Address(socket.inet_aton(text)) if re.fullmatch(r"[0-9a-fx.]+", text) else None
-    except OSError:  # also 127.1 and 2130706433 are addresses to a socket
+    except OSError:  # inet_aton also accepts addresses such as 127.1 and 2130706433
         return None
 
 
 def _proxy_of(address: httpx.URL) -> tuple[str, str]:
-    """(variable, value); two empty texts for a direct connection. A variable that is set and empty names no proxy."""
+    """Return (variable, value) of the proxy; two empty strings without one, also if the variable is set but empty."""
     if is_loopback(address.host) or _is_excepted(address):
         return "", ""
     for kind in (address.scheme, "all"):

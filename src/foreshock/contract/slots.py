@@ -1,8 +1,9 @@
-"""Which statistic sits where in a head's state, its type and its merge rule.
+"""The position, type and merge rule of each statistic in a head's state.
 
-A head's state is one row of 8-byte words. Counts are int64; sums and maxima are float64 and share the same words (the
-same memory viewed as float64), so that one copy takes every statistic of every head. What travels is mergeable (house
-decision 2): counts and sums add, maxima take the larger one; a ratio or a mean is formed only where it is shown.
+A head's state is one row of 8-byte words. Counts are int64; sums and maxima are float64 in the same array (the same
+memory viewed as float64), so that one copy transfers every statistic of every head. All statistics are mergeable
+(docs/design.md, decision 2): counts and sums add, maxima take the larger one; ratios and means are computed only for
+display.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Words = npt.NDArray[np.int64]
-"""Head states, [..., SLOT_COUNT] int64; float slots hold the bits of a float64. Other versions' are `fitted`."""
+"""Head states, [..., SLOT_COUNT] int64; float slots contain the bits of a float64. `fitted` converts other versions."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -21,8 +22,7 @@ Floats = npt.NDArray[np.float64]
 class Slot(IntEnum):
     """Position of a statistic in a head's state. Positions are part of the wire format: append, never reorder.
 
-    An appended slot may be of any kind, and its position says nothing of it. SUM_SLOTS and MAX_SLOTS name the float64
-    sums and maxima; all others are counts.
+    SUM_SLOTS and MAX_SLOTS list the float64 sums and maxima, which may be at any position; all others are counts.
     """
 
     ROWS = 0
@@ -34,9 +34,9 @@ class Slot(IntEnum):
     SHIFTED_ROWS = 3
     """Rows that paper_softmax shifted."""
     EMPTY_ROWS = 4
-    """Rows with no visible key; kept out of every other slot."""
+    """Rows without a visible key; not counted in any other slot."""
     NONFINITE_ROWS = 5
-    """Rows with a NaN or infinite score, output or delta; counted in no other slot but its two parts."""
+    """Rows with a NaN or infinite score, output or delta; otherwise counted only in NONFINITE_INPUT/OUTPUT_ROWS."""
     SCORE_MAX = 6
     """Largest scaled score."""
     ROW_MAX_ABS = 7
@@ -52,9 +52,9 @@ class Slot(IntEnum):
     DELTA_BIAS_SUMSQ = 12
     """Sum of squares of delta_lp - delta_hp."""
     SKIPPED_ROWS = 13
-    """Rows counted in ROWS whose ties, shift and delta bias an earlier version left out."""
+    """Rows counted in ROWS for which an earlier version did not measure ties, shift and delta bias."""
     ENTROPY_ROWS = 14
-    """Rows counted in ROWS whose entropy is known: sampled ones."""
+    """Rows counted in ROWS whose entropy was measured, which are the sampled rows."""
     ENTROPY_SUM = 15
     """Sum of the entropies of rows, lse - sum P S (nats)."""
     NONFINITE_INPUT_ROWS = 16
@@ -62,7 +62,7 @@ class Slot(IntEnum):
     NONFINITE_OUTPUT_ROWS = 17
     """Part of NONFINITE_ROWS: the inputs are finite and the model's attention output is not."""
     CHECKED_ROWS = 18
-    """Sampled rows whose output was compared with its recomputation: those that have a bound."""
+    """Sampled rows whose output was compared with its recomputation, which needs a bound of the rounding error."""
     WRONG_ROWS = 19
     """Part of CHECKED_ROWS: the output is farther from its recomputation than rounding explains."""
     OUTPUT_ERROR_MAX = 20
@@ -77,9 +77,9 @@ class Slot(IntEnum):
 
 SLOT_COUNT: Final = len(Slot)
 OLDEST_SLOT_COUNT: Final = 13
-"""The fewest that a row ever had: those of the first recorded runs. It stays when a slot is appended."""
+"""The length of rows in the first recorded runs, the shortest ever. Do not change it when you append a slot."""
 MOST_SLOTS: Final = 64
-"""No version's rows are longer."""
+"""The maximum length of rows of any version."""
 
 
 SUM_SLOTS: Final = (
@@ -94,23 +94,22 @@ SUM_SLOTS: Final = (
 MAX_SLOTS: Final = (Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.OUTPUT_ERROR_MAX, Slot.GRADIENT_ERROR_MAX)
 COUNT_SLOTS: Final = tuple(slot for slot in Slot if slot not in {*SUM_SLOTS, *MAX_SLOTS})
 RARE: Final = {"entropy": (Slot.ENTROPY_ROWS, Slot.ENTROPY_SUM), "gradient_error": (Slot.GRADIENT_ERROR_MAX,)}
-"""What some samples lack although rows were seen, by a name: the first of its slots shows whether. What was measured
-last is shown."""
+"""Statistics that some samples lack although rows were counted, by name. The first slot shows whether the statistic was
+measured; if not, the last measured value is shown."""
 _IS_COUNT: Final = tuple(slot in COUNT_SLOTS for slot in Slot)
 
 
 def identity_row() -> Words:
-    """The state of a head that has seen nothing, [SLOT_COUNT]."""
+    """Return the state of a head without any counted row, [SLOT_COUNT]."""
     row = np.zeros(SLOT_COUNT, dtype=np.int64)
     row.view(np.float64)[list(MAX_SLOTS)] = -np.inf
     return row
 
 
 def fitted(words: Words) -> Words:
-    """Rows of any version, [..., slots], as this version reads them, [..., SLOT_COUNT].
+    """Convert rows of any version, [..., slots], to this version's, [..., SLOT_COUNT].
 
-    Slots that an older version did not have hold their identity: nothing was counted. Those of a newer version that
-    are unknown here are left out.
+    Slots that an older version lacks get the identity of their merge rule; unknown slots of a newer one are dropped.
     """
     width = words.shape[-1]
     if width >= SLOT_COUNT:
@@ -123,11 +122,11 @@ def fitted(words: Words) -> Words:
 def merge_words(states: Sequence[Words]) -> Words:
     """Merge head states of equal shape [..., SLOT_COUNT] in the given order.
 
-    Counts merge exactly; sums are added in float64 in that order, so that one order always gives the same bits. A NaN
-    stays a NaN. Raises ValueError when there is nothing to merge.
+    Counts merge exactly; sums are added in float64 in that order, so that the same order always gives the same bits. A
+    NaN stays a NaN. Raises ValueError if `states` is empty.
     """
     if not states:
-        raise ValueError("merge_words was given no states; give at least one")
+        raise ValueError("merge_words needs at least one state; states is empty")
     merged = states[0].copy()
     floats = merged.view(np.float64)
     counts, sums, maxima = list(COUNT_SLOTS), list(SUM_SLOTS), list(MAX_SLOTS)
@@ -140,13 +139,13 @@ def merge_words(states: Sequence[Words]) -> Words:
 
 
 def looked_at(words: Words) -> Floats:
-    """Rows of every head whose ties, shift and delta bias were counted, [...]: what those are shares of."""
+    """Return the number of rows of each head, [...], for which ties, shift and delta bias were measured."""
     return slot_values(words, Slot.ROWS) - slot_values(words, Slot.SKIPPED_ROWS)
 
 
 def slot_values(words: Words, slot: Slot) -> npt.NDArray[np.float64]:
-    """One statistic of every head as float64, [...]: counts converted, float slots by their bits."""
+    """Return one statistic of every head as float64, [...]: counts converted, float slots by their bits."""
     column = words[..., slot]
     if _IS_COUNT[slot]:
-        return column.astype(np.float64)  # one pass, converting as it gathers
+        return column.astype(np.float64)  # copies and converts in one pass
     return column.copy().view(np.float64)

@@ -1,12 +1,12 @@
 """The messages between agent and service, version 1.
 
 The agent sends batches; the service answers each with an acknowledgement that carries commands. A batch is identified
-by (run, rank, boot, sequence): sending it twice changes nothing. JSON only; arrays travel as base64 of little-endian
-bytes, so that a NaN arrives as the same NaN; a non-finite scalar travels as a string ("NaN", "Infinity").
+by (run, rank, boot, sequence): sending it twice changes nothing. JSON only; arrays are encoded as base64 of
+little-endian bytes, so that a NaN keeps its bits; a non-finite scalar is encoded as a string ("NaN", "Infinity").
 
-Agents and services of different versions work together (docs/compatibility.md): what a reader does not know,
-a field, a slot, a kind of event, the name of a mode, it skips or keeps as text. What it does know it checks: what is
-acknowledged can be read by everybody afterwards.
+Agents and services of different versions work together (docs/compatibility.md): a reader skips unknown fields, slots
+and kinds of events, and keeps unknown names of modes as text. It checks everything else, so that acknowledged data can
+always be read.
 """
 
 import math
@@ -42,14 +42,14 @@ MAX_LAYER_NUMBER: Final = 99_999
 MAX_HEADS: Final = 1024
 MAX_EVENTS: Final = 512
 MAX_VALUES: Final = 2**20
-"""Most values in a batch, arrays aside: its lists and objects, and what stands in them."""
+"""Maximum number of values in a batch, including lists, objects and their entries, but not the contents of arrays."""
 MAX_BATCH_BYTES: Final = 32 * 2**20
 MAX_ACK_BYTES: Final = 2**20
-"""Most bytes of an acknowledgement: one command may name every head, further ones wait for the next."""
+"""Maximum size of an acknowledgement: one command may name every head; further commands wait for the next one."""
 AGE_HEADER: Final = "foreshock-process-age"
-"""Beside a batch: how many seconds ago the process started that the batch is of, by a monotonic clock, when sent."""
+"""Header of a batch: the age in seconds of its process when the batch is sent, by a monotonic clock."""
 REPLAYED_HEADER: Final = "foreshock-replayed"
-"""Beside a batch that a successor sends from the spool of a dead process: `true`."""
+"""Header of a batch, `true` if a successor sends it from the spool of a dead process."""
 
 
 class Message(BaseModel):
@@ -59,17 +59,17 @@ class Message(BaseModel):
 
 
 def first_error(error: ValidationError) -> str:
-    """Where the first error of a message or of a saved state stands, and what it is, without what was given."""
+    """Return the path and the message of the first error, without the input."""
     first = error.errors(include_input=False, include_url=False)[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def _at_most(entries: int) -> BeforeValidator:
-    """Refuses a longer object before its entries are looked at: each wrong one would be an error of its own."""
+    """Reject a longer object before its entries are validated, because each invalid entry would be a separate error."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > entries:
-            raise ValueError(f"has {len(value)} entries, {entries} are the most")
+            raise ValueError(f"has {len(value)} entries, at most {entries} are allowed")
         return value
 
     return BeforeValidator(check)
@@ -94,14 +94,14 @@ class Array(Message):
         if len(self.data) % 4 or have != want:
             raise ValueError(f"array of shape {self.shape} and dtype {self.dtype} needs {want} bytes, got {have}")
         try:
-            self.__dict__["raw"] = _decoded(self.data)  # once; as `raw` would, without its lock
+            self.__dict__["raw"] = _decoded(self.data)  # fills the cache of `raw`
         except ValueError as error:
             raise ValueError(f"array data is not base64: {error}") from None
         return self
 
     @cached_property
     def raw(self) -> bytes:
-        """The values, little-endian and in C order. Raises ValueError for what is not base64."""
+        """The values, little-endian and in C order. Raises ValueError if `data` is not base64."""
         return _decoded(self.data)
 
     @classmethod
@@ -131,7 +131,7 @@ Identifier = Annotated[str, AfterValidator(_identifier)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Step = Count
 UnixSeconds = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
-"""Wall clock, a label only."""
+"""Wall-clock time, for display only."""
 LayerNumber = Annotated[int, Field(ge=0, le=MAX_LAYER_NUMBER)]
 HeadNumber = Annotated[int, Field(ge=0, lt=MAX_HEADS)]
 ModeName = Annotated[
@@ -139,22 +139,22 @@ ModeName = Annotated[
     Field(max_length=64, json_schema_extra={"pattern": f"^({MODE_PATTERN})$"}),
     AfterValidator(lambda name: mode_name(parse_mode(name))),
 ]
-"""A mode that exists, for requests and settings; its parts in the order of contract.modes.MODES."""
+"""A known mode, for requests and settings; its parts are put in the order of contract.modes.MODES."""
 ReportedModeName = Annotated[str, Field(pattern=r"^[a-z0-9_+]{1,64}$")]
-"""The name of a mode as another process reports it, which may be newer than its reader."""
+"""The name of a mode that another process reports; it may be unknown if that process has a newer version."""
 Severity = Literal["info", "warning", "critical"]
 SEVERITIES: Final[tuple[Severity, ...]] = get_args(Severity)
-"""The worst last."""
+"""In ascending order."""
 
 
 def _other_if_newer(known: tuple[str, ...]) -> BeforeValidator:
-    """A cause of a newer process, which this reader does not know, reads as `other`."""
+    """Replace an unknown cause, from a newer process, by `other`."""
     newer = re.compile(r"[a-z]+( [a-z]+){0,3}")
     return BeforeValidator(lambda name: "other" if name not in known and newer.fullmatch(str(name)) else name)
 
 
 ClipState = Literal["never", "warned", "on"]
-"""Of QK-Clip: off, off until scores grow, on."""
+"""State of QK-Clip: off, off until scores grow, on."""
 Policy = Literal["observe", "approve", "auto"]
 
 
@@ -165,10 +165,10 @@ class Layer(Message):
     name: Identifier
     heads: Annotated[tuple[HeadNumber, ...], FailFast()] = Field(min_length=1, max_length=MAX_HEADS)
     kv_heads: int = Field(ge=1, le=MAX_HEADS)
-    head_dim: int = Field(ge=0, le=4096, description="0: neither the model nor a call showed it")
-    served_by: str = Field(max_length=64, description="what computes this layer's attention: kernel, reference, probe")
+    head_dim: int = Field(ge=0, le=4096, description="0: found neither in the model nor in a call")
+    served_by: str = Field(max_length=64, description="implementation of this layer: kernel, reference, probe")
     sampled: bool = False
-    kv_heads_known: bool = Field(default=True, description="false: nothing shows them, and kv_heads counts the heads")
+    kv_heads_known: bool = Field(default=True, description="false: unknown, and kv_heads is the number of heads")
 
     @field_validator("heads")
     @classmethod
@@ -183,7 +183,7 @@ HeadRef = tuple[LayerNumber, HeadNumber]
 
 
 class Started(Message):
-    """First event of a boot: what is watched and how. A batch of a boot without it is still accepted."""
+    """First event of a boot: its layers and settings. Batches are accepted even if it is missing."""
 
     kind: Literal["started"] = "started"
     step: Step
@@ -211,11 +211,11 @@ PER_HEAD: Final = {
     "modes": "<i4", "query_norm": "<f4", "key_norm": "<f4", "query_key_norm": "<f4", "risk": "<f4",
     "clip_factor": "<f4", "clipped_steps": "<f4",
 }  # fmt: skip
-"""Arrays of a sample with one number per head, [heads], and their dtypes. Stores count their places: append alone."""
+"""Arrays of a sample with one number per head, [heads], and their dtypes. Positions are stored: only append."""
 
 
 class Sample(Message):
-    """Everything counted in the steps (since_step, step]. Heads stand in the order of the boot's layers, flattened."""
+    """Everything counted in the steps (since_step, step]. Heads are in the order of the boot's layers, flattened."""
 
     kind: Literal["sample"] = "sample"
     step: Step
@@ -236,9 +236,9 @@ class Sample(Message):
     risk: Array | None = Field(default=None, description="float32 in [0, 1], [heads]: how near a warning each head is")
 
     clip_factor: Array | None = Field(
-        default=None, description="smallest gamma by which QK-Clip scaled each head's scores, float32 [heads]; 1: not"
+        default=None, description="smallest gamma by which QK-Clip scaled each head's scores, float32 [heads]; 1: none"
     )
-    clipped_steps: Array | None = Field(default=None, description="of how many steps each was, float32 [heads]")
+    clipped_steps: Array | None = Field(default=None, description="steps after which each was scaled, float32 [heads]")
 
     @field_validator("states")
     @classmethod
@@ -270,17 +270,17 @@ class Sample(Message):
         return self
 
     def head_counts(self) -> set[int]:
-        """Of how many heads its arrays speak; empty when it has none."""
+        """Return the distinct numbers of heads in its arrays; empty if it has no arrays."""
         arrays = (self.states, *(getattr(self, name) for name in PER_HEAD))
         return {array.shape[0] for array in arrays if array is not None}
 
     def words(self) -> Words | None:
-        """The head states, [heads, SLOT_COUNT], or None when this sample carries none."""
+        """Return the head states, [heads, SLOT_COUNT], or None if this sample has none."""
         return None if self.states is None else fitted(self.states.numpy())
 
 
 class Verdict(Message):
-    """What the detectors say of one head (or of the run, when layer and head are None). Latched until cleared."""
+    """A result of the detectors for one head, or for the run if layer and head are None. It is active until cleared."""
 
     kind: Literal["verdict"] = "verdict"
     id: Identifier
@@ -293,15 +293,15 @@ class Verdict(Message):
     signal: str = Field(max_length=64, description="the signal that tripped; monitor/detect/growth.py names them")
     evidence: Annotated[dict[Identifier, float], _at_most(32)] = Field(default_factory=dict, max_length=32)
     corrected_from: Annotated[IncidentCause, _other_if_newer(get_args(IncidentCause))] | None = Field(
-        default=None, description="the cause that this warning was reported under before; null: it is the first one"
+        default=None, description="the cause that this warning was reported with before; null: none"
     )
     corrected_step: Step | None = Field(default=None, description="the step at which the cause was corrected")
     forecast_steps: float | None = Field(default=None, description="steps until the largest |score| reaches 512")
     forecast_low_steps: float | None = Field(
-        default=None, description="at the earliest; no latest one can be given, since some heads settle"
+        default=None, description="the lowest estimate of it; there is no highest one, because some heads settle"
     )
     harm_in_sight: bool | None = Field(
-        default=None, description="false: on its course the head levels off before; null: there is no forecast"
+        default=None, description="false: on its course the score levels off below 512; null: no forecast"
     )
     sentence: str = Field(max_length=500, description="the verdict in words")
 
@@ -310,9 +310,9 @@ Outcome = Literal["applied", "proposed", "refused", "expired", "dry_run"]
 
 
 class Switched(Message):
-    """The outcome of a command or of a local decision: which heads changed, from what to what.
+    """The outcome of a command or of a local decision: the heads, with their modes before and after.
 
-    A command is answered exactly once: `command` names it. A local decision has no command.
+    A command, named by `command`, is answered exactly once. A local decision has no command.
     """
 
     kind: Literal["switched"] = "switched"
@@ -334,7 +334,7 @@ class Switched(Message):
 
 
 class Clipped(Message):
-    """QK-Clip was switched on or off (no heads), or scaled the weights of these heads since the event before."""
+    """QK-Clip was switched on or off (no heads), or scaled the weights of these heads since the previous event."""
 
     kind: Literal["clipped"] = "clipped"
     id: Identifier
@@ -362,13 +362,13 @@ class Checkpoint(Message):
 
     kind: Literal["checkpoint"] = "checkpoint"
     step: Step
-    path: str = Field(min_length=1, max_length=1024, description="where the trainer finds it")
+    path: str = Field(min_length=1, max_length=1024, description="path or name by which the trainer loads it")
     trainer: str = Field(pattern="^[a-z_]{1,16}$", description="transformers, lightning, accelerate, torchtitan, own")
     requested: bool = Field(default=False, description="foreshock asked for it, at a warning")
 
 
 class AgentHealth(Message):
-    """The agent's own losses and faults since its boot. Totals, never differences."""
+    """Lost events and faults of the agent since its boot, as totals."""
 
     kind: Literal["health"] = "health"
     step: Step
@@ -381,7 +381,7 @@ class AgentHealth(Message):
 
 
 class Finished(Message):
-    """Last event of a boot that ended in order."""
+    """Last event of a boot that ended without a crash."""
 
     kind: Literal["finished"] = "finished"
     step: Step
@@ -390,11 +390,11 @@ class Finished(Message):
 
 
 class Unknown(Message):
-    """Stands in the place of an event of a kind that the reader does not know: a newer version's."""
+    """Replaces an event of a kind that the reader does not know, sent by a newer version."""
 
     kind: Literal["unknown"] = "unknown"
     step: Step = 0
-    name: str = Field(max_length=64, description="the kind that it has")
+    name: str = Field(max_length=64, description="the kind of the original event")
 
 
 Event = Annotated[
@@ -404,7 +404,7 @@ Event = Annotated[
 
 
 class Batch(Message):
-    """What the agent posts to /v1/batches. Written whole or not at all."""
+    """The body of a POST to /v1/batches. Stored entirely or not at all."""
 
     wire: Literal[1] = 1
     run: Identifier
@@ -415,14 +415,11 @@ class Batch(Message):
 
 
 def read_batch(body: bytes) -> Batch:
-    """A batch as it came in; events of kinds that are unknown here are `Unknown`.
-
-    Raises ValidationError for what is malformed.
-    """
+    """Parse a batch; events of unknown kinds become `Unknown`. Raises ValidationError if it is malformed."""
     try:
         return Batch.model_validate_json(body)
     except ValidationError as error:
-        if error.error_count() > MAX_EVENTS:  # more than unknown kinds; and each error takes a kilobyte
+        if error.error_count() > MAX_EVENTS:  # there are other errors than unknown kinds; listing them costs 1 KB each
             raise
         found = error.errors(include_url=False, include_input=False)
         places = [e["loc"][1] for e in found if e["type"] == "union_tag_invalid" and e["loc"][:1] == ("events",)]
@@ -437,7 +434,7 @@ def read_batch(body: bytes) -> Batch:
 class Command(Message):
     """An order to the agent. Delivered at least once; the agent applies an id once.
 
-    A service may know more modes and orders than the agent, which refuses those, with a sentence.
+    The agent refuses modes and kinds of orders that it does not know, with a reason.
     """
 
     id: Identifier
@@ -457,7 +454,7 @@ class Command(Message):
 
 
 class Ack(Message):
-    """The service's answer to a batch: what of this boot is safely stored, and what is ordered."""
+    """The service's answer to a batch: the confirmation that it is stored, and commands."""
 
     boot: Identifier
     acknowledged: int = Field(ge=0, description="the batch sequence that is now stored")
@@ -468,5 +465,5 @@ class Ack(Message):
 
 
 def head_refs(layers: Sequence[Layer]) -> list[tuple[int, int]]:
-    """The (layer, head) of every row of a sample's arrays, in order."""
+    """Return the (layer, head) of every row of a sample's arrays, in order."""
     return [(layer.layer, head) for layer in layers for head in layer.heads]

@@ -1,4 +1,4 @@
-"""The four boards, built from the catalogue with Grafana's own builders: overview, run, layers by head, and service."""
+"""The four boards, built from the catalogue with Grafana's builders: overview, run, layers by head, and service."""
 
 import json
 import zlib
@@ -22,12 +22,12 @@ from foreshock.dashboards.rules import DATASOURCE_UID, Links
 
 Board = dict[str, Any]
 Filters = Mapping[str, str]
-"""What a board's variables choose: a PromQL matcher for each label."""
+"""A PromQL matcher for each label that a board's variables select."""
 Panel = TypeVar("Panel", timeseries.Panel, table.Panel)
 
 MANY_RUNS: Final[Filters] = {"run": 'run=~"$run"'}
-# Equality, since Grafana does not escape a dot in a variable of a single value. Of layers, also the empty one: warnings
-# about a run as a whole have none.
+# `=`, because Grafana does not escape a dot in a single-valued variable. The empty layer is included, because warnings
+# about a whole run have that label value.
 ONE_RUN: Final[Filters] = {"run": 'run="$run"', "layer": 'layer=~"$layer|"'}
 
 _BOARDS: Final = {
@@ -36,9 +36,9 @@ _BOARDS: Final = {
     "layers": ("Layer by head", "Its layers and heads", ONE_RUN),
     "service": ("Fleet and service health", "Fleet and service health", MANY_RUNS),
 }
-"""Of each board its title, the words of a link to it, and its filters."""
+"""The title of each board, the text of links to it, and its filters."""
 _DECIDING: Final = ("run.loss", "head.score_offset", "head.score_max")
-"""The metrics that tell first whether a run is about to fail."""
+"""The metrics that show first whether a run is about to fail."""
 _CHARTS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "overview": {
         "Incidents": tuple(
@@ -122,7 +122,7 @@ def _board(name: str, links: Links) -> Board:
 
 
 def _tables(name: str, filters: Filters) -> Iterator[table.Panel | timeseries.Panel]:
-    """What is above a board's charts."""
+    """Yield the panels above a board's charts."""
     if name == "overview":
         yield _runs(filters)
     if name != "layers":
@@ -130,8 +130,8 @@ def _tables(name: str, filters: Filters) -> Iterator[table.Panel | timeseries.Pa
     if name == "overview":
         words = BY_KEY["incident.words"]
         expr = f"max by ({', '.join(words.labels)}) ({_select(words, filters)})"
-        told = f"{_describe(words)} This is what an alert says."
-        yield _table("Incidents in words", told, _READ_BY_LABELS, {}, expr)
+        description = f"{_describe(words)} Alerts have the same text."
+        yield _table("Incidents in words", description, _READ_BY_LABELS, {}, expr)
     if name == "layers":
         for metric in (*(m for m in HEAD_METRICS if m.levels), BY_KEY["head.mode"]):
             yield _matrix(metric)
@@ -140,9 +140,9 @@ def _tables(name: str, filters: Filters) -> Iterator[table.Panel | timeseries.Pa
 
 
 def _variables(links: Links, filters: Filters) -> list[Any]:
-    """The variables that the filters name, and the service's address for data links, which is hidden.
+    """Return the variables named in the filters, and a hidden one with the service's address for data links.
 
-    The run that stepped last comes first, and a board of one run opens with it.
+    Runs are sorted by their last step, and a board of one run opens with the newest.
     """
     own = schema.VariableOption(text="foreshock", value=DATASOURCE_UID)
     found = [
@@ -167,10 +167,10 @@ def _variables(links: Links, filters: Filters) -> list[Any]:
 
 
 def _annotations(run: Filters) -> list[Any]:
-    """A band for as long as a head is warned about, and a mark at every switch decision.
+    """Return annotations: a region for the time of each warning, and a mark at every switch decision.
 
-    Grafana joins the samples of a warning that follow each other. A counter is born with its first event, which
-    `increase` cannot see.
+    Grafana joins consecutive samples of a warning. A counter first appears with its first event, which `increase` does
+    not count.
     """
     warning, outcomes = BY_KEY["warning.active"], BY_KEY["switch.outcomes"]
     counter = _select(outcomes, run)
@@ -193,23 +193,23 @@ def _unit(metric: Metric) -> str:
 
 
 def _describe(metric: Metric) -> str:
-    """What a panel says behind its information sign: what it is, and what bad looks like."""
+    """Return the description of a panel: what it measures, and what bad values look like."""
     return f"{metric.help} Bad: {metric.bad}"
 
 
 def _select(metric: Metric, filters: Filters) -> str:
-    """A metric's selector with the filters of the board's variables."""
+    """Return a metric's selector with the filters of the board's variables."""
     matchers = ", ".join(filters[label] for label in metric.labels if label in filters)
     return f"{metric.name}{{{matchers}}}" if matchers else metric.name
 
 
 def _of_layers(metric: Metric, filters: Filters) -> str:
-    """The same for the values that Prometheus holds of each layer as a whole."""
+    """Return the selector of a metric's values per layer."""
     return f"{metric.layer_name}{{{', '.join(filters.values())}}}"
 
 
 def _shown(metric: Metric, filters: Filters) -> str:
-    """What a metric's panel shows: a gauge as it is, a counter by its increase, a point in time by the time since."""
+    """Return the expression of a metric's panel: a gauge, the increase of a counter, or the time since a timestamp."""
     selector = _select(metric, filters)
     if metric.kind == "counter":
         return f"increase({selector}[$__rate_interval])"
@@ -219,13 +219,13 @@ def _shown(metric: Metric, filters: Filters) -> str:
 
 
 def _query(expr: str, legend: str = "", *, last: bool = False) -> prometheus.Dataquery:
-    """One query of a panel; a table asks for the last value only."""
+    """Return one query of a panel; with `last`, only the last value, for a table."""
     made = prometheus.Dataquery().datasource(_SOURCE).expr(expr).legend_format(legend)
     return made.instant().format(PromQueryFormat.TABLE) if last else made.range().format(PromQueryFormat.TIME_SERIES)
 
 
 def _levels(metric: Metric, quiet: str, watch: str, alarm: str) -> make.ThresholdsConfig:
-    """The catalogue's levels as colours; `quiet` alone for a metric that has none."""
+    """Return the catalogue's levels as colours; only `quiet` for a metric without levels."""
     steps = [schema.Threshold(color=quiet)]
     if (levels := metric.levels) and levels.below:
         steps = [schema.Threshold(color=alarm), schema.Threshold(levels.alarm, quiet)]
@@ -236,18 +236,18 @@ def _levels(metric: Metric, quiet: str, watch: str, alarm: str) -> make.Threshol
 
 
 def _page_link(run: str = "${run:percentencode}") -> make.DashboardLink:
-    """A data link to the service's page of the run, where a switch is confirmed: a board can switch nothing itself."""
+    """Return a data link to the service's page of the run, where heads can be switched; boards cannot do so."""
     made = make.DashboardLink("Open the run's page (evidence, switch)")
     return made.url(f"${{service}}/?runs={run}").target_blank(True)
 
 
 def _id(title: str) -> int:
-    """A hash of the title, so that links still work when neighbours change."""
+    """Return a panel id derived from the title, so that links still work when other panels change."""
     return 1 + zlib.crc32(title.encode()) % 1_000_000
 
 
 def _panel(made: Panel, title: str, words: str, unit: str, *queries: prometheus.Dataquery) -> Panel:
-    """The parts of every panel."""
+    """Set the properties that every panel has."""
     made.id(_id(title)).title(title).description(words).datasource(_SOURCE).unit(unit)
     for ref, query in zip("ABCDEFG", queries, strict=False):
         made.with_target(query.ref_id(ref))
@@ -265,7 +265,7 @@ def _lines(metric: Metric, title: str, words: str, query: prometheus.Dataquery) 
 
 
 def _chart(metric: Metric, filters: Filters) -> timeseries.Panel:
-    """A metric over time; a counter as bars."""
+    """Return a chart of a metric over time; bars for a counter."""
     named = {"layer": "layer {{layer}}", "head": "head {{head}}"}
     of_run = filters is ONE_RUN and "run" in metric.labels
     labels = [label for label in metric.labels if not (of_run and label == "run")]
@@ -294,14 +294,14 @@ def _properties(**values: Any) -> list[schema.DynamicConfigValue]:
 
 
 def _matrix(metric: Metric) -> table.Panel:
-    """The last value of every head that Prometheus holds: a row for each layer, a column for each head.
+    """Return a table of the last value of every head in Prometheus: a row for each layer, a column for each head.
 
-    Rows and columns come in the order of the answer, and labels are text: "10" before "2". So the transformations make
-    numbers of them and sort.
+    Rows and columns have the order of the response, and labels are text ("10" is before "2"), so the transformations
+    convert them to numbers and sort.
     """
     words = (
-        f"{_describe(metric)} Rows are layers, columns heads; empty heads are not among the worst that Prometheus is "
-        "given (the service's page shows all)."
+        f"{_describe(metric)} Rows are layers, columns heads; empty heads are not among the worst ones, which are the "
+        "only ones in Prometheus (the service's page shows all)."
     )
     query, corner = _query(f"max by (layer, head) ({_select(metric, ONE_RUN)})", last=True), "layer\\head"
     made = _panel(table.Panel(), f"{metric.title}: layer by head", words, _unit(metric), query).height(10)
@@ -323,7 +323,7 @@ def _matrix(metric: Metric) -> table.Panel:
 
 
 def _runs(filters: Filters) -> table.Panel:
-    """A row for each run; each column is an expression and the metric that gives its unit and levels."""
+    """Return a table with a row for each run. A column has an expression, and a metric for its unit and levels."""
     living = f"and on (run) {_select(BY_KEY['run.active'], filters)} == 1"
     columns = {
         "active": ("max by (run) ({})", "run.active"),
@@ -350,7 +350,7 @@ def _runs(filters: Filters) -> table.Panel:
 
 
 def _table(title: str, words: str, hidden: Sequence[str], names: Mapping[str, str], *exprs: str) -> table.Panel:
-    """Rows that share labels; a run leads to its boards and its page."""
+    """Return a table that joins rows with equal labels; a run links to its boards and its page."""
     made = _panel(table.Panel(), title, words, "short", *(_query(expr, last=True) for expr in exprs))
     links = [
         make.DashboardLink(_BOARDS[board][1]).url(
@@ -366,9 +366,9 @@ def _table(title: str, words: str, hidden: Sequence[str], names: Mapping[str, st
 
 
 def _alerts(filters: Filters) -> table.Panel:
-    """Alerts that fire now, as Prometheus evaluates them: no plugin, no right beyond reading metrics."""
+    """Return a table of firing alerts from Prometheus, which needs neither a plugin nor further permissions."""
     run = filters["run"]
-    # without a run: the service's own alerts, which concern every run
+    # with an empty run: the service's own alerts, which concern every run
     firing = f'ALERTS{{alertname=~"Foreshock.*", alertname!="{WATCHDOG.name}", alertstate="firing", {run}}}'
     ours = firing.replace(run, 'run=""')
     words = "Every alert of the run and of the service that fires. Bad: any; each has a page under docs/runbooks."

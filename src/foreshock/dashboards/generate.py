@@ -1,4 +1,4 @@
-"""The boards and the alert rules as files."""
+"""Writes the boards and the alert rules to files."""
 
 import json
 from pathlib import Path
@@ -14,14 +14,14 @@ _NOTE: Final = "# Generated from contract/metrics by `foreshock dashboards gener
 
 
 def files(folder: Path, links: Links) -> dict[Path, str]:
-    """Every file below `folder`, and its text."""
+    """Return the path below `folder` and the text of every file."""
     rules = yaml.safe_dump(prometheus_rules(links), sort_keys=False, width=120, allow_unicode=True)
     made = {f"boards/{name}": json.dumps(each, indent=1, ensure_ascii=False) for name, each in boards(links).items()}
     return {folder / "prometheus-rules.yml": _NOTE + rules, **{folder / name: f"{made[name]}\n" for name in made}}
 
 
 def generate(folder: Path, links: Links) -> list[Path]:
-    """Write every file below `folder`; returns their paths."""
+    """Write every file below `folder`; return their paths."""
     for path, text in (written := files(folder, links)).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

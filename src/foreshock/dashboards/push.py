@@ -1,7 +1,7 @@
-"""Loads the boards into a Grafana that is not provisioned by file, over the library grafana-api 1.0.3.
+"""Loads the boards into a Grafana that is not provisioned by file, with the library grafana-api 1.0.3.
 
-That library has been unmaintained since 2020; nothing else here speaks to it. Its methods for data sources go by
-numeric ids, which Grafana 13 refuses: those calls name the address themselves.
+That library has been unmaintained since 2020 and is used only here. Its methods for data sources use numeric ids, which
+Grafana 13 rejects, so these calls use the paths directly.
 """
 
 import os
@@ -22,21 +22,21 @@ _CERTIFICATES: Final = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE",
 
 
 class GrafanaError(Exception):
-    """Grafana refused a call or could not be reached; the message is a sentence."""
+    """Grafana rejected a call or could not be reached; the message is meant for people."""
 
 
 def push(url: str, token: str, links: Links, *, prometheus_url: str | None = None) -> Iterator[str]:
-    """Bring Grafana up to date; yields a sentence for each thing done. Repeating it changes nothing.
+    """Create or update the folder, the data source and the boards; yield a sentence for each. It can be repeated.
 
-    token: of a service account with the role Editor. With `prometheus_url` the data source is made too, which needs
-    Admin; without it the boards use the one with uid foreshock-prometheus, else the one that the reader picks. Raises
-    ValueError for what is no address or token, GrafanaError where Grafana refuses or does not answer.
+    token: of a service account with the role Editor. With `prometheus_url` the data source is created too, which needs
+    the role Admin; without it the boards use the data source with uid foreshock-prometheus, or the one that the viewer
+    chooses. Raises ValueError for an invalid address or token, GrafanaError if a call fails.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc or parts.username is not None:
         raise ValueError(f"{url!r} is not the address of a Grafana; write it like https://grafana.example/prefix")
     if not token:
-        raise ValueError("no token was given; make a service account in Grafana and give its token")
+        raise ValueError("no token was given; create a service account in Grafana and pass its token")
     prefix = f"{parts.path.strip('/')}/".lstrip("/")
     where = {"host": parts.netloc, "protocol": parts.scheme, "url_path_prefix": prefix}
     named = next((name for name in _CERTIFICATES if os.environ.get(name)), "")
@@ -54,7 +54,7 @@ def push(url: str, token: str, links: Links, *, prometheus_url: str | None = Non
     except GrafanaException as error:
         raise GrafanaError(f"{url} refused: {error}") from error
     except requests.exceptions.JSONDecodeError as error:
-        raise GrafanaError(f"{url} answered with something else than JSON; is it a Grafana?") from error
+        raise GrafanaError(f"the response of {url} is not JSON; is it a Grafana?") from error
     except requests.RequestException as error:
         raise GrafanaError(f"{url}{route} cannot be reached: {error}") from error
     except OSError as error:
@@ -76,14 +76,14 @@ def _push(face: GrafanaFace, url: str, links: Links, prometheus_url: str | None)
     yield f"folder {FOLDER}"
     if prometheus_url is not None:
         yield f"data source {DATASOURCE_UID}" + _datasource(face, prometheus_url)
-    for board in boards(links).values():  # a null id: numbers differ between installations, and the uid decides
+    for board in boards(links).values():  # without numeric ids, which differ between installations
         body = {"dashboard": {**board, "id": None}, "folderUid": FOLDER, "overwrite": True}
         saved = face.dashboard.update_dashboard({**body, "message": "foreshock dashboards push"})
         yield f"board {url}/d/{saved['uid']}"
 
 
 def _datasource(face: GrafanaFace, prometheus_url: str) -> str:
-    """Add the data source or bring it up to date; returns a sentence about one that may not be changed."""
+    """Create or update the data source; return a clause if it cannot be changed."""
     path = f"/datasources/uid/{DATASOURCE_UID}"
     same = {"uid": DATASOURCE_UID, "name": "foreshock", "type": "prometheus", "access": "proxy", "url": prometheus_url}
     wanted = {**same, "jsonData": {"httpMethod": "POST", "timeInterval": f"{SCRAPE_INTERVAL_SECONDS}s"}}
@@ -91,14 +91,14 @@ def _datasource(face: GrafanaFace, prometheus_url: str) -> str:
     if found is None:
         face.datasource.create_datasource(wanted)
     elif found.get("readOnly"):
-        return " is provisioned by file; left as it is"
+        return " is provisioned by file, so it was not changed"
     else:
         face.api.PUT(path, json=wanted)
     return ""
 
 
 def _found(call: Callable[[], Any]) -> Any:
-    """The answer, or None where Grafana finds nothing at the path."""
+    """Return the response, or None if Grafana answers 404."""
     try:
         return call()
     except GrafanaException as error:

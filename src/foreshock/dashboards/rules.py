@@ -1,4 +1,4 @@
-"""Alert rules from the catalogue, as Prometheus evaluates them."""
+"""Prometheus alert rules, built from the catalogue."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from foreshock.contract.metrics.catalog import EXTRA_ALERTS, METRICS
 from foreshock.contract.metrics.metric import Alert, Metric
 
 FOLDER: Final = "foreshock"
-"""The Grafana folder of the boards; its title and its uid."""
+"""Title and uid of the Grafana folder for the boards."""
 
 DATASOURCE_UID: Final = "foreshock-prometheus"
 SCRAPE_INTERVAL_SECONDS: Final = 15
@@ -18,25 +18,23 @@ SCRAPE_INTERVAL_SECONDS: Final = 15
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """Where people find things; the defaults are the addresses of docker-compose.yml."""
+    """Addresses for links in alerts and boards; the defaults are those of docker-compose.yml."""
 
     grafana: str = "http://127.0.0.1:3000"
     service: str = "http://127.0.0.1:8765"
     runbooks: str = "docs/runbooks"
-    """Address of the folder with the runbook pages, as the built site serves them; by default their place in the
-    source tree.
-    """
+    """Address of the runbook pages on the built documentation site; by default their folder in the source tree."""
 
     def __post_init__(self) -> None:
         for name, field in type(self).__dataclass_fields__.items():
             given = getattr(self, name)
             if given != field.default and not given.startswith(("http://", "https://")):
-                raise ValueError(f"{given!r} is no address; give http:// or https:// and the name of a machine")
+                raise ValueError(f"{given!r} is not an address; use http:// or https:// and the name of a host")
             object.__setattr__(self, name, getattr(self, name).rstrip("/"))
 
 
 def alerts() -> Iterator[tuple[Metric | None, Alert]]:
-    """Every alert of the catalogue with the metric that it watches; None for those that belong to no metric of ours."""
+    """Yield every alert of the catalogue with the metric that it watches, or None if it has none."""
     for metric in METRICS:
         for alert in metric.alerts:
             yield metric, alert
@@ -45,12 +43,12 @@ def alerts() -> Iterator[tuple[Metric | None, Alert]]:
 
 
 def rules(links: Links) -> list[dict[str, Any]]:
-    """Every alert as a rule of Prometheus, in plain data."""
+    """Return every alert as a Prometheus rule, in plain data."""
     return [_rule(metric, alert, links) for metric, alert in alerts()]
 
 
 def prometheus_rules(links: Links) -> dict[str, Any]:
-    """A Prometheus rule file as plain data."""
+    """Return a Prometheus rule file as plain data."""
     return {"groups": [{"name": "foreshock", "rules": rules(links)}]}
 
 
@@ -59,13 +57,13 @@ def _rule(metric: Metric | None, alert: Alert, links: Links) -> dict[str, Any]:
     if metric is not None:
         expr = expr.replace("{m}", metric.name)
         if "run" in metric.labels:
-            expr = f"({expr}) and on (run) foreshock_run_active == 1"  # nobody is woken for a run that has ended
+            expr = f"({expr}) and on (run) foreshock_run_active == 1"  # no alerts for a run that has ended
             run = "{{ $labels.run | urlquery }}"
             page = {
                 "dashboard_url": f"{links.grafana}/d/foreshock-run?var-run={run}",
                 "page_url": f"{links.service}/?runs={run}{_place(metric)}",
             }
-    # A label of the rule would hide the series' own, and a warning knows best how severe it is.
+    # A severity label of the rule would override the label of the series, which has the warning's own severity.
     own_severity = metric is not None and "severity" in metric.labels
     return {
         "alert": alert.name,
@@ -85,8 +83,8 @@ def _rule(metric: Metric | None, alert: Alert, links: Links) -> dict[str, Any]:
 
 
 def _place(metric: Metric) -> str:
-    """What follows the run in the address of its page: the head to look at first, the metric that shows what is wrong,
-    and the steps from shortly before it on."""
+    """Return the part after the run in the address of its page: the first head to look at, the metric to show, and the
+    steps from shortly before the problem."""
     if "cause" not in metric.labels:
         steps = _steps_from(f"foreshock_run_step{{run=%q}} - {STEPS_BEFORE}", "run")
         if metric.head is None:
@@ -110,7 +108,7 @@ def _place(metric: Metric) -> str:
 
 
 def _asked(query: str, labels: Sequence[str], text: str) -> str:
-    """A template that asks Prometheus and writes `text` about the answer; nothing where there is none."""
+    """Return a template that queries Prometheus and renders `text` with the result; empty without a result."""
     given = " ".join(f"$labels.{label}" for label in labels)
     return f'{{{{ with printf "{query}" {given} | query }}}}{text}{{{{ else }}}}{{{{ end }}}}'
 

@@ -1,1 +1,1 @@
-"""The metrics: what each means, how it is reduced, and what it is called where it is shown."""
+"""The metrics: their meaning, their reduction, and their names and texts wherever they are shown."""

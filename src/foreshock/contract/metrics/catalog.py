@@ -1,5 +1,5 @@
-"""Every metric, once, from the tables of heads, runs and the service. The Prometheus name, the panel, the rule, the
-documentation row and the page derive from here.
+"""The catalogue of all metrics: of heads, runs and the service. Prometheus names, panels, alert rules, documentation
+and the page are derived from it.
 
 Per-head metrics are read from a merged sample by `HeadReading`. Prometheus gets, under a series budget, the worst heads
 of each run (`foreshock_head_*`) and one value per layer (`foreshock_layer_*`, the value of its worst head); every head
@@ -19,10 +19,9 @@ BY_KEY: Final = {metric.key: metric for metric in METRICS}
 
 
 def read(key: str, words: Words) -> Floats:
-    """A counted metric of each head, [...], from state words [..., SLOT_COUNT]; NaN where nothing was counted.
+    """Compute a counted metric of each head, [...], from state words [..., SLOT_COUNT]; NaN if nothing was counted.
 
-    The one place where a statistic becomes a number: agent, laboratory and service read it here. Raises ValueError for
-    a metric that is not counted.
+    Agent, laboratory and service all use this function. Raises ValueError for a metric that is not counted.
     """
     reading = BY_KEY[key].head
     if reading is None or reading.read is None:
@@ -50,4 +49,4 @@ SERVICE_DOWN: Final = Alert(
     action="Restart the service; the agents send their spooled batches again.",
 )
 EXTRA_ALERTS: Final = (WATCHDOG, SERVICE_DOWN)
-"""Alerts that belong to no metric of ours."""
+"""Alerts that do not belong to a metric of the catalogue."""

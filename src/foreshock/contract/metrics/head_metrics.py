@@ -1,4 +1,4 @@
-"""The catalogue's entries on heads: what a head counted, its norms, its risk and its mode."""
+"""The catalogue's metrics of heads: counted statistics, norms, risk and mode."""
 
 from typing import Final
 

@@ -1,6 +1,6 @@
-"""What an entry of the catalogue says of a metric, and the readings from which per-head metrics are made.
+"""The fields of a catalogue entry, and the readings that compute per-head metrics.
 
-Words that agents send and that become labels are closed sets. What is not in them is shown as "other".
+Words from agents that become labels are closed sets; other words are shown as "other".
 """
 
 from collections.abc import Callable, Collection
@@ -23,46 +23,46 @@ MORE_CHARTS: Final = 100
 class Alert:
     """A Prometheus rule. `{m}` in `expr` stands for the metric's own name.
 
-    A counter is born with its first event, which `increase` cannot see: rules on counters add `or ({m} > 0 unless {m}
-    offset 10m)`.
+    A counter first appears with its first event, which `increase` does not count: rules on counters add `or ({m} > 0
+    unless {m} offset 10m)`.
     """
 
     name: str
     expr: str
     for_: str = "0s"
-    """How long the expression must hold before the alert fires."""
+    """How long the expression must be true before the alert fires."""
     severity: Literal["info", "warning", "critical", "none"]
     summary: str
     description: str
     action: str = ""
-    """What the person who is woken should do; becomes the runbook's first paragraph."""
+    """The action for the person on call; also the first paragraph of the runbook."""
     done: str = ""
-    """A template: what was done already."""
+    """A template for the actions so far."""
     to_do: str = ""
-    """A template: what to do in this case; without it, `action`."""
+    """A template for the next action; by default `action`."""
     keep_firing_for: str = "3m"
-    """How long it goes on firing afterwards: a lost scrape or a restart of the service resolves nothing."""
+    """How long it keeps firing afterwards, so that a lost scrape or a restart of the service does not resolve it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadReading:
-    """How a head's value is read: from its state words, or from a named array of the sample."""
+    """How a head's value is computed: from its state words, or from a named array of the sample."""
 
     read: Callable[[Words], Floats] | None = None
     field: str | None = None
     """One of `wire.PER_HEAD`."""
     now_and_then: bool = False
-    """Not in every sample: the newest known value is shown."""
+    """Whether only some samples contain it; then the newest known value is shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Levels:
-    """From where on a value is marked, on boards and on the page."""
+    """The levels from which a value is marked, on boards and on the page."""
 
     alarm: float
     watch: float | None = None
     below: bool = False
-    """Small values are the bad ones: marked below `alarm`."""
+    """Whether small values are bad: they are marked below `alarm`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,20 +80,20 @@ class Metric:
     labels: tuple[str, ...] = ("run",)
     head: HeadReading | None = None
     sample: Literal["loss", "grad_norm", "learning_rate", "step_seconds", "agent_seconds"] | None = None
-    """The number of a sample that a run-level metric is."""
+    """The field of a sample with the value of a run-level metric."""
     worst_of: str | None = None
-    """Key of the per-head metric whose worst head a run-level metric is."""
+    """For a run-level metric that shows the worst head: the key of the per-head metric."""
     across_ranks: AcrossRanks = "max"
-    """What several ranks' numbers become. Counted statistics merge slot by slot instead."""
+    """The reduction across ranks. Counted statistics merge slot by slot instead."""
     signed: bool = False
-    """Either sign may be bad: the worst head is the largest in size, and colours run both ways from zero."""
+    """Whether both signs may be bad: the worst head has the largest size, and the colour scale is symmetric to zero."""
     scale: Scale = "linear"
     """The axis on which it is drawn, on boards, charts and heat maps."""
     levels: Levels | None = None
     percent: bool = False
-    """A share, read in percent."""
+    """Whether it is a share, shown in percent."""
     chart: int | None = MORE_CHARTS
-    """Place among the page's charts: before MORE_CHARTS at once, the others on demand; None: shown elsewhere."""
+    """Position among the page's charts: below MORE_CHARTS always shown, else on demand; None: shown elsewhere."""
     alerts: tuple[Alert, ...] = ()
 
     @property
@@ -108,19 +108,19 @@ class Metric:
 
     @property
     def layer_name(self) -> str:
-        """The Prometheus name of a per-head metric's value for each layer. Raises ValueError for other metrics."""
+        """The Prometheus name of a per-head metric's value per layer. Raises ValueError for other metrics."""
         if self.head is None:
-            raise ValueError(f"{self.key} is not a per-head metric; it has no value per layer")
+            raise ValueError(f"{self.key} is not a per-head metric, so it does not have a value per layer")
         return self.name.replace("foreshock_head_", "foreshock_layer_", 1)
 
     @property
     def has_series(self) -> bool:
-        """Whether the service can draw it against the step."""
+        """Whether the service can draw it by step."""
         return bool(self.head or self.sample or self.worst_of)
 
     def badness(self, values: Floats) -> Floats:
-        """By which the worst head is chosen: the size of what has a sign, the value itself, or how small it is where
-        small values are the bad ones."""
+        """Return the quantity that is largest for the worst head: the absolute value if `signed`, the negated value if
+        small values are bad, else the value."""
         if self.levels is not None and self.levels.below:
             return -values
         return np.abs(values) if self.signed else values
@@ -143,7 +143,7 @@ class ServiceMetric(Metric):
 
 
 def share(part: Slot, *whole: Slot) -> HeadReading:
-    """One slot over the sum of others, by default over ROWS; NaN where the others counted nothing."""
+    """One slot over the sum of others, by default over ROWS; NaN if that sum is zero."""
 
     def read(words: Words) -> Floats:
         first, *rest = whole or (Slot.ROWS,)
@@ -153,22 +153,22 @@ def share(part: Slot, *whole: Slot) -> HeadReading:
 
 
 def share_of_looked_at(part: Slot) -> HeadReading:
-    """One slot over the rows that were not skipped, NaN where all were."""
+    """One slot over the rows that were not skipped; NaN if all were skipped."""
     return HeadReading(read=lambda words: ratio(slot_values(words, part), looked_at(words)))
 
 
 def root_mean_square(squares: Slot) -> HeadReading:
-    """The root of a sum of squares over the rows, NaN where no row was counted."""
+    """The root of a sum of squares over the rows; NaN if no row was counted."""
     return HeadReading(read=lambda words: np.sqrt(ratio(slot_values(words, squares), slot_values(words, Slot.ROWS))))
 
 
 def standardised(total: Slot, squares: Slot) -> HeadReading:
-    """A sum in units of its standard deviation if the rows were independent and unbiased."""
+    """A sum in units of the standard deviation that it would have if the rows were independent and unbiased."""
     return HeadReading(read=lambda words: ratio(slot_values(words, total), np.sqrt(slot_values(words, squares))))
 
 
 def value(slot: Slot) -> HeadReading:
-    """A slot as it is, NaN for the maximum of nothing."""
+    """The value of a slot; NaN for a maximum of zero rows."""
 
     def read(words: Words) -> Floats:
         values = slot_values(words, slot)
@@ -180,8 +180,8 @@ def value(slot: Slot) -> HeadReading:
 
 
 def ratio(part: Floats | Words, whole: Floats) -> Floats:
-    """part / whole, NaN where nothing was counted."""
-    if whole.min(initial=np.inf) > 0:  # a division that leaves nothing out takes a third of the time
+    """Return part / whole; NaN where `whole` is zero."""
+    if whole.min(initial=np.inf) > 0:  # a division without a mask takes a third of the time
         return part / whole
     result: Floats = np.divide(part, whole, out=np.full(part.shape, np.nan), where=whole != 0)
     return result
@@ -189,7 +189,7 @@ def ratio(part: Floats | Words, whole: Floats) -> Floats:
 
 OTHER: Final = "other"
 SIGNALS: Final = ("offset", "score", "nonfinite", "kernel", "level")
-"""Signals that trip (wire.Verdict.signal)."""
+"""Signals that raise warnings (wire.Verdict.signal)."""
 DROP_REASONS: Final = (
     "queue_full",
     "sender_off",
@@ -218,11 +218,11 @@ GUARDED: Final = (
     "mirror",
     "tracker",
 )
-"""Parts of an agent that run under a guard of their own."""
+"""Parts of an agent that each run under their own guard."""
 FAULT_COMPONENTS: Final = (*GUARDED, "probe", "spool")
 """Parts of an agent that contain their faults (wire.AgentHealth.faults)."""
 
 
 def known(word: str, words: Collection[str]) -> str:
-    """The word itself if it is one of `words`, else "other"."""
+    """Return the word if it is in `words`, else "other"."""
     return word if word in words else OTHER

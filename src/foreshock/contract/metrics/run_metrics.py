@@ -1,4 +1,4 @@
-"""The catalogue's entries on runs: the training, its warnings and switches, and what its agents lost."""
+"""The catalogue's metrics of runs: the training, its warnings and switches, and losses of its agents."""
 
 from typing import Final
 
@@ -6,14 +6,14 @@ from foreshock.contract.metrics.metric import Alert, Levels, Metric
 from foreshock.contract.metrics.service_metrics import INCIDENT_METRICS
 
 SILENT_SECONDS: Final = 300.0
-"""A run that claims to be active and was not heard of for longer has fallen silent."""
+"""An active run from which nothing was received for longer is silent."""
 HUNG_SECONDS: Final = 300.0
 HUNG_STEPS: Final = 20
-"""An active run that reports, and ended no step for this many of its own step times and seconds, hangs."""
+"""An active run that sends heartbeats is hung if no step ended for this many seconds and this many step times."""
 FIRST_STEP_SECONDS: Final = 1800.0
-"""What a run that has shown no step time yet may take: compilation and the first batches are slow."""
+"""The same limit for a run without a known step time, because compilation and the first batches are slow."""
 JUMP_RATIO, JUMP_NATS = 1.5, 0.5
-"""By how much the loss has jumped when an alert fires: both, so that neither a small loss nor a noisy one does."""
+"""Both must be exceeded for the loss-jump alert, so that it does not fire for a small or a noisy loss."""
 _LOWEST_LOSS: Final = "min_over_time(avg_over_time({m}[2m])[6h:2m])"
 RUN_METRICS: Final = (
     Metric(
@@ -49,15 +49,15 @@ RUN_METRICS: Final = (
                 for_="1m",
                 severity="warning",
                 summary="Run {{ $labels.run }} has sent nothing for {{ $value | humanizeDuration }}",
-                description="Not even heartbeats come: the training process is gone, or cannot reach the service.",
-                action="Look whether the training process lives; if it does, `foreshock doctor` on its machine.",
+                description="Not even heartbeats arrive: the training process is gone, or cannot reach the service.",
+                action="Check whether the training process runs; if it does, run `foreshock doctor` on its machine.",
             ),
         ),
     ),
     Metric(
         key="run.last_step",
         title="Last step",
-        help="When the run's newest step came, or its process started (Unix time).",
+        help="When the run's newest step arrived, or its process started (Unix time).",
         bad="Many step times ago while the run is active.",
         unit="timestamp_seconds",
         levels=Levels(alarm=HUNG_SECONDS),
@@ -242,8 +242,8 @@ RUN_METRICS: Final = (
                 expr="{m} > 0",
                 severity="critical",
                 summary="Run {{ $labels.run }}: a switch did not stop the growth",
-                description="Applied switches that were verified and did not help, as scores or offsets of their heads "
-                "grew on: {{ $value }}.",
+                description="Applied switches after which scores or offsets of their heads continued to grow: "
+                "{{ $value }}.",
                 action="Approve the stronger mode that the service has proposed. If it proposed none, lower the "
                 "learning rate or resume from a checkpoint before the first warning.",
             ),

@@ -1,8 +1,8 @@
-"""The catalogue's entries on incidents, and on the service itself: what it takes in, stores and sends.
+"""The catalogue's metrics of incidents and of the service itself.
 
-One alert is about failing heads: an incident, never a head alone. Its text is the service's own: `incident.words`
-carries it in labels, and the rule looks it up. So messages of Alertmanager and those of the service say the same, with
-the run's heads, mode and numbers.
+One alert covers failing heads, and fires per incident, not per head. `incident.words` has the service's text in its
+labels, and the alert rule looks it up, so that Alertmanager's messages and those of the service are the same, with the
+run's heads, mode and numbers.
 """
 
 from typing import Final
@@ -59,7 +59,7 @@ SERVICE_METRICS: Final = (
                 severity="warning",
                 summary="Run {{ $labels.run }}: a switch was ordered and no agent has answered",
                 description="Commands that have waited for five minutes on a run that is active: {{ $value }}.",
-                action="Look whether the run still sends samples; if it does, read the run's audit trail on its page.",
+                action="Check whether the run still sends samples; if it does, read the run's audit trail on its page.",
             ),
         ),
     ),
@@ -132,7 +132,7 @@ SERVICE_METRICS: Final = (
 
 
 def _in_words(label: str, otherwise: str) -> str:
-    """A template that looks up one text of the incident; `otherwise` where the series budget left it out."""
+    """Return a template that looks up one text of the incident; `otherwise` is used if its series was dropped."""
     asked = 'printf "foreshock_incident_words{run=%q,cause=%q}" $labels.run $labels.cause | query'
     return f'{{{{ with {asked} }}}}{{{{ . | first | label "{label}" }}}}{{{{ else }}}}{otherwise}{{{{ end }}}}'
 
@@ -148,7 +148,7 @@ INCIDENT_METRICS: Final = (
         alerts=(
             Alert(
                 name="ForeshockHeadFailing",
-                # one alert an incident: a change of its state is no alert that ends and another that begins
+                # without state and act, so that a change of state does not end one alert and start another
                 expr='max without (state, act) ({m}{severity=~"warning|critical"}) == 1',
                 severity="warning",
                 summary="Run {{ $labels.run }}: attention becomes unstable in "
