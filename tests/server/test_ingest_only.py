@@ -29,12 +29,12 @@ async def test_a_token_that_fills_the_queue_of_batches_leaves_places_for_others(
     waiting = [asyncio.create_task(writer.submit(batch, 100, "mallory", NO_HEADERS)) for _ in range(8)]
     await asyncio.sleep(0)
     assert writer.depth == 8
-    with pytest.raises(ProblemError, match="Too many batches of this token"):
+    with pytest.raises(ProblemError, match="Too many of your batches"):
         writer.refuse_when_full("mallory")
     for task in waiting[:4]:  # a client that leaves takes nothing out of the queue
         task.cancel()
     await asyncio.sleep(0)
-    with pytest.raises(ProblemError, match="Too many batches of this token"):
+    with pytest.raises(ProblemError, match="Too many of your batches"):
         writer.refuse_when_full("mallory")
     writer.refuse_when_full("ann")
     for task in waiting:

@@ -14,7 +14,7 @@ Progress = Literal["unswitched", "switched", "arrested", "not arrested"]
 """State of a mitigation: not switched, switched, switched and growth stopped, switched but growth continued."""
 
 STEPS_BEFORE: Final = 1000
-"""Steps before an incident in charts that alerts and messages link to; at least twice the incident's duration."""
+"""Alerts and messages link to charts that begin this long before the incident, or twice its duration if longer."""
 ACTS: Final[dict[Policy, Act]] = {"observe": "none", "approve": "propose", "auto": "switch"}
 UNDONE: Final = ("expired", "refused", "cancelled", "dry_run")
 """States of an order that changed nothing."""

@@ -27,7 +27,7 @@ REMOVED: Final = {
     "FORESHOCK_RUN_BATCHES_PER_SECOND": "a token may send 1,000 batches a second for each run",
     "FORESHOCK_SAMPLE_EVERY_SECONDS": "set sample_every_steps, which is then followed exactly",
 }
-"""Settings of earlier builds, with advice for their users; without this error, nothing would report that they are gone."""
+"""Settings of earlier builds, with advice for their users; otherwise nothing would report that they have no effect."""
 
 
 def refuse_misspelt(environment: Mapping[str, str] | None = None) -> None:

@@ -58,7 +58,7 @@ class Warned(NamedTuple):
         return cause_of(self.verdict)
 
     @property
-    def stands(self) -> bool:
+    def active(self) -> bool:
         """Whether it is not cleared."""
         return self.verdict.state != "cleared"
 
@@ -444,7 +444,7 @@ def _episodes(warned: Sequence[Warned]) -> list[list[Warned]]:
         if one.raised_step > until:
             found.append([])
         found[-1].append(one)
-        until = max(until, math.inf if one.stands else one.verdict.step)
+        until = max(until, math.inf if one.active else one.verdict.step)
     return found
 
 
@@ -513,7 +513,7 @@ def _incident(episodes: Sequence[Sequence[Warned]], known: RunContext, last_step
 
 def _head(own: Sequence[Warned], known: RunContext, last_step: int) -> IncidentHead:
     """Combine the warnings of all ranks about one head; the values are those of the rank with the earliest harm."""
-    standing = [one for one in own if one.stands]
+    standing = [one for one in own if one.active]
     verdict = min(standing or own, key=_speaks_first).verdict
     raised = min(one.raised_step for one in own)
     harm, low = (_step_of(verdict, steps) for steps in (verdict.forecast_steps, verdict.forecast_low_steps))

@@ -22,8 +22,8 @@ OrderState = Literal[
 OPEN: Final = ("pending", "delivered")
 """States of an order that is sent to ranks until it is answered."""
 Decided = Literal["approve", "reject", "cancel"]
-Deed = Decided | Literal["undo"]
-PEOPLE_MAY: Final[tuple[Deed, ...]] = ("approve", "reject", "cancel", "undo")
+Transition = Decided | Literal["undo"]
+PEOPLE_MAY: Final[tuple[Transition, ...]] = ("approve", "reject", "cancel", "undo")
 """The actions of people; all other keys of `TRANSITIONS` are actions of the service and answers of ranks."""
 _ANSWERED: Final[dict[str, OrderState]] = {
     "applied": "applied", "refused": "refused", "expired": "expired", "dry_run": "dry_run",

@@ -62,7 +62,8 @@ def growth_of(key: str, before: Sequence[float | None], after: Sequence[float | 
 def _growth(values: Sequence[float | None]) -> tuple[float, float] | None:
     """Return the logarithm of the last third's size over the first third's, and the last size.
 
-    Sizes are medians, so that a single sample cannot decide."""
+    Sizes are medians, so that a single sample cannot decide.
+    """
     size = np.abs(np.array([value for value in values if value is not None and math.isfinite(value)]))
     if len(size) < _LEAST_POINTS:
         return None

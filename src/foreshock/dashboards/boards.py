@@ -78,7 +78,7 @@ _UNITS: Final = {
 }
 _SOURCE: Final = ui.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _READ_BY_LABELS: Final = ("Time", "Value")
-"""The columns that a table hides whose rows have their words in labels: the value is always 1."""
+"""Columns to hide in tables that show texts in labels; the value is always 1."""
 _CELLS: Final = ui.TableColoredBackgroundCellOptions(ui.TableCellBackgroundDisplayMode.BASIC)
 _COLOURS: Final = ("transparent", "semi-dark-orange", "semi-dark-red")
 

@@ -23,9 +23,9 @@ from foreshock.contract.orders import (
     PEOPLE_MAY,
     TRANSITIONS,
     Decided,
-    Deed,
     Order,
     OrderState,
+    Transition,
     can_order,
     switches,
 )
@@ -72,14 +72,14 @@ def create(connection: Connection, run_id: int, order: Order, **more: Any) -> st
 def _move(
     connection: Connection,
     row: Row[Any],
-    deed: str,
+    transition: str,
     actor: str,
     details: dict[str, Any],
     sentence: str | None = None,
     **values: Any,
 ) -> bool:
     """Move an order to its next state, with its audit row and event; False if another writer moved it first."""
-    state = TRANSITIONS[row.state][deed]
+    state = TRANSITIONS[row.state][transition]
     same = commands.c.id == row.id, commands.c.state == row.state
     if not connection.execute(update(commands).where(*same).values(state=state, **values)).rowcount:
         return False
@@ -209,14 +209,14 @@ def undo(
     return _ordered(connection, row.run_id, orders)
 
 
-def _decided(connection: Connection, command_id: str, how: Deed) -> Row[Any]:
+def _decided(connection: Connection, command_id: str, how: Transition) -> Row[Any]:
     """Lock the run of an order and return its row. Raises ProblemError if its state does not allow the action `how`."""
     owners = connection.execute(select(commands.c.run_id).where(commands.c.id == command_id))
     lock_runs(connection, owners.scalars().all())
     row = connection.execute(WITH_RUN.where(commands.c.id == command_id)).first()
     if row is None:
         raise ProblemError(404, f"There is no command {command_id[:128]!r}.")
-    can = [deed for deed in PEOPLE_MAY if deed in TRANSITIONS[row.state]]
+    can = [transition for transition in PEOPLE_MAY if transition in TRANSITIONS[row.state]]
     if how not in can:
         instead = f"you can {' or '.join(can)} it" if can else "it needs no action"
         raise ProblemError(409, f"Command {row.id} is {row.state}, so you cannot {how} it; {instead}.")
@@ -327,7 +327,8 @@ def changes_for(
 ) -> list[Order]:
     """Return orders that add the mitigation of `order` to the heads in `called_for`, one for each resulting mode.
 
-    Heads from which a person removed a mitigation are left out. A mode of another version is ordered unchanged."""
+    Heads from which a person removed a mitigation are left out. A mode of another version is ordered unchanged.
+    """
     if not is_mode(order.mode):
         return [order.model_copy(update={"heads": sorted(called_for)})]
     modes, held = present(connection, run_id)

@@ -74,7 +74,7 @@ class Writer:
         """Raise ProblemError 429 if the token's queue is full."""
         if len(self._waiting.get(token, ())) >= self._settings.ingest_queue_batches:
             self._counters.batches["busy"] += 1
-            raise ProblemError(429, "Too many batches of this token wait; try again.", headers=retry_after(1.0))
+            raise ProblemError(429, "Too many of your batches wait already; try again.", headers=retry_after(1.0))
 
     async def submit(self, batch: Batch, size: int, token: str, arrival: Arrival) -> Ack:
         """Store a batch that this token sent; return after the commit.

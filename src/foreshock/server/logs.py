@@ -69,7 +69,7 @@ def configure_logs() -> None:
 
 
 class Counters:
-    """Mutable totals that /metrics shows."""
+    """Counters for /metrics, since the service started."""
 
     def __init__(self) -> None:
         self.batches: Counter[str] = Counter(stored=0, duplicate=0, refused=0, busy=0)

@@ -245,7 +245,8 @@ class Notifier:
     def _changed(self, connection: Connection, found: Sequence[RunEvent]) -> tuple[dict[str, list[Incident]], set[str]]:
         """Return the present state of the incidents in the claimed events, by run, and those of the runs that ended.
 
-        Events that only report growth are left out."""
+        Events that only report growth are left out.
+        """
         named: dict[str, set[str]] = defaultdict(set)
         for event in found:
             if event.incident is not None and not event.incident.grown:

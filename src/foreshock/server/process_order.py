@@ -75,7 +75,7 @@ _START: Final[Select[Any]] = select(
 def place(
     connection: Connection, rows: dict[int, Row[Any]], arrivals: Mapping[int, Arrival], now: float
 ) -> dict[int, dict[str, Any]]:
-    """Place the process starts whose age was received for the first time, or for the first time from themselves.
+    """Place process starts whose age was received for the first time, or for the first time in a batch of their own.
 
     Returns the changes of their rows, by row id. arrivals: the headers of their batches, by row id.
     """

@@ -94,18 +94,19 @@ def _judged(
     """Return the switched heads to judge, at most _MOST_HEADS, and those of them whose warning is still active.
 
     A head is judged if it had a warning that was active at step `at` or raised in the `steps` after it, and if it
-    stayed in its mode during these steps."""
+    stayed in its mode during these steps.
+    """
     switched = {one.ref: one.after for one in done if one.before != row.mode}
     warned = [
         one
         for one in warned_of(connection, [row.run_id]).get(row.run_id, ())
-        if one.verdict.severity != "info" and one.raised_step <= at + steps and (one.stands or one.verdict.step > at)
+        if one.verdict.severity != "info" and one.raised_step <= at + steps and (one.active or one.verdict.step > at)
     ]
     heads = sorted(switched.keys() & {one.ref for one in warned})[:_MOST_HEADS]
     window = Window(row.run_id, at + 1, at + steps, POINTS, (at + 1, at + steps))
     modes = draw(connection, axis_of(connection, row.run_id), [Curve(_MODE, *ref) for ref in heads], window)
     stayed = [ref for ref, line in zip(heads, modes, strict=True) if not _left(switched[ref], line.last)]
-    active = {one.ref for one in warned if one.stands}
+    active = {one.ref for one in warned if one.active}
     return stayed, {ref for ref in stayed if ref in active}
 
 

@@ -121,7 +121,7 @@ def write_events(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> N
 
 
 def events_of(connection: Connection, run: str, kinds: Sequence[str], before: int | None, limit: int) -> list[RunEvent]:
-    """Return events of a run with numbers below `before` (None: the newest), newest first; `kinds` if any are named."""
+    """Return events of a run with numbers below `before` (None: the newest), newest first. kinds: empty for all."""
     query = _events(kinds).where(runs.c.name == run).order_by(desc(events.c.number)).limit(limit)
     if before is not None:
         query = query.where(events.c.number < before)

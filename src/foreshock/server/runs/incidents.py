@@ -66,10 +66,11 @@ class Orders:
     def held(self, warned: Iterable[Warned]) -> set[HeadRef]:
         """Return heads from which a person removed a mitigation and that have had no new warning since.
 
-        The agent applies the same rule."""
+        The agent applies the same rule.
+        """
         raised: dict[AnyRef, int] = {}
         for one in warned:
-            if one.stands:
+            if one.active:
                 raised[one.ref] = max(one.raised_step, raised.get(one.ref, 0))
         return {ref for ref, one in self.given.items() if one.taken and raised.get(ref, -1) <= one.step}
 
@@ -205,7 +206,7 @@ def present(connection: Connection, run_id: int) -> tuple[dict[HeadRef, int], se
 def rejected_heads(connection: Connection, run_id: int) -> set[AnyRef]:
     """Return the heads with an active warning for which a person rejected a switch."""
     warned = warned_of(connection, [run_id]).get(run_id, ())
-    return {one.ref for one in warned if one.rejected and one.stands}
+    return {one.ref for one in warned if one.rejected and one.active}
 
 
 def _acknowledged(connection: Connection, run_ids: Collection[int]) -> dict[int, list[Acknowledged]]:

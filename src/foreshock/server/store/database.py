@@ -290,7 +290,7 @@ def file_of(address: URL) -> Path | None:
 
 @contextmanager
 def sole_service(url: str) -> Iterator[None]:
-    """Lock a SQLite file for this service; the lock ends with the process. Raises StoreError if another service has it.
+    """Lock a SQLite file until the block or the process ends. Raises StoreError if another service has locked it.
 
     PostgreSQL may be shared and is not locked. On a file system without locks a second service is not noticed.
     """
