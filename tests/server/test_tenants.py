@@ -178,7 +178,7 @@ async def test_a_tenants_alerts_switch_nothing_of_others_and_do_not_stand_in_for
         (delivery(run=OTHER), "refused: there is no run with this name"),
         (
             delivery(alertname="ForeshockWatchdog"),
-            "ignored: the watchdog counts from a token that reaches every run",
+            "ignored: the watchdog needs a token with access to every run",
         ),
     ):
         answer = await ask(service, EVE, "POST", "/v1/webhooks/alertmanager", json=body)

@@ -35,7 +35,7 @@ from foreshock.contract.wire import SEVERITIES, HeadRef, Policy, Severity, Verdi
 IncidentState = Literal["open", "acknowledged", "switched", "arrested", "not arrested", "closed"]
 HeadState = Literal["unswitched", "switched", "arrested", "not arrested", "quiet"]
 AnyRef = tuple[int | None, int | None]
-"""(layer, head), or the whole run where both are None."""
+"""(layer, head), or the whole run if both are None."""
 
 
 class Warned(NamedTuple):

@@ -66,11 +66,11 @@ class Slot(IntEnum):
     WRONG_ROWS = 19
     """Part of CHECKED_ROWS: the output is farther from its recomputation than rounding explains."""
     OUTPUT_ERROR_MAX = 20
-    """Largest distance of an output from its recomputation; 1 is what rounding explains."""
+    """Largest distance of an output from its recomputation; rounding explains at most 1."""
     WRONG_GRADIENT_ROWS = 21
     """Sampled rows of gradients, and of the log-sum-exp, that are farther off than rounding explains."""
     GRADIENT_ERROR_MAX = 22
-    """Largest distance of a gradient from its recomputation; 1 is what rounding explains."""
+    """Largest distance of a gradient from its recomputation; rounding explains at most 1."""
     MOST_ENTROPY_SUM = 23
     """Sum of log n over ENTROPY_ROWS: the most entropy that these rows can have (nats)."""
 

@@ -272,7 +272,7 @@ router = APIRouter(dependencies=[Depends(Needs("ingest"))])
     openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}},
 )
 async def post_batch() -> None:
-    """Store a batch whole or not at all. Sending it again changes nothing. The answer has the open commands."""
+    """Store a batch entirely or not at all. Sending it again changes nothing. The response has the open commands."""
     # `Endpoint` receives every POST to exactly this path.
     raise ProblemError(404, "Send batches to /v1/batches; this path has something after it.")
 

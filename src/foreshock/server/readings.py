@@ -286,7 +286,7 @@ class MergedSteps:
     words: npt.NDArray[np.int64]
     """[steps, heads, SLOT_COUNT]."""
     counted: npt.NDArray[np.bool_]
-    """[steps, heads]: some rank sent this head's words."""
+    """[steps, heads]: whether a rank sent this head's state words."""
     fields: dict[str, Floats]
     """[steps, heads] each: modes, spectral norms, risk."""
     scalars: list[dict[str, float | None]]

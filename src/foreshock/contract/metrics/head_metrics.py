@@ -174,7 +174,7 @@ HEAD_METRICS: Final = (
     HeadMetric(
         key="head.output_error",
         title="Output error",
-        help="Largest distance of an attention output row from its recomputation; 1 is what rounding explains.",
+        help="Largest distance of an attention output row from its recomputation; rounding explains at most 1.",
         bad="Above 1: the row is wrong. Correct kernels stay below 0.3.",
         head=value(Slot.OUTPUT_ERROR_MAX),
         scale="symlog",
@@ -183,7 +183,7 @@ HEAD_METRICS: Final = (
     HeadMetric(
         key="head.gradient_error",
         title="Gradient error",
-        help="Largest distance of gradients and log-sum-exp from their recomputation; 1 is what rounding explains.",
+        help="Largest distance of gradients and log-sum-exp from their recomputation; rounding explains at most 1.",
         bad="Above 1: the row is wrong.",
         head=value(Slot.GRADIENT_ERROR_MAX),
         scale="symlog",

@@ -403,7 +403,7 @@ def _reachable(connection: Connection, caller: Caller, command: str) -> CommandS
 
 @router.post("/v1/commands/{command}/undo", status_code=201)
 async def undo(request: Request, caller: Actor, command: str, order: Undo) -> CommandList:
-    """Revert the modes that a command changed; heads that have been given another mode since refuse."""
+    """Revert the modes that a command changed; a rank refuses if its heads have had another mode since."""
     act = partial(commands.undo, dry_run=order.dry_run)
     return CommandList(commands=await _act(request, caller, command, order, act))
 
@@ -431,7 +431,7 @@ async def _act(
 
 @router.get("/v1/audit")
 async def get_audit(request: Request, caller: Reader, limit: Limit = 100, cursor: Cursor = None) -> AuditPage:
-    """Every order, approval, delivery, answer and refusal, newest first. Only for tokens that reach every run."""
+    """Every order, approval, delivery, answer and refusal, newest first. Only for tokens with access to every run."""
     _speaks_of_all(caller)
     rows = await _read_in_turn(request, lambda connection: audit.rows(connection, limit + 1, before=cursor))
     more = rows[limit - 1].sequence if len(rows) > limit else None
@@ -445,7 +445,7 @@ async def export_audit(
     after: Annotated[int, Query(ge=0, le=2**62)] = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> Response:
-    """The audit trail as JSON lines, oldest first, from the row after `after` on; an empty answer is the end."""
+    """The audit trail as JSON lines, oldest first, from the row after `after` on; an empty response marks the end."""
     _speaks_of_all(caller)
     rows = await _read_in_turn(request, lambda connection: audit.rows(connection, limit, after=after))
     return Response("".join(row.model_dump_json() + "\n" for row in rows), media_type="application/x-ndjson")

@@ -88,7 +88,7 @@ def _act(connection: Connection, settings: Settings, alert: Alert, prefix: str) 
     name = alert.labels.get("alertname", "")
     if name == WATCHDOG.name:
         if prefix:  # the alerts of one tenant do not prove that those of all runs are delivered
-            return "ignored: the watchdog counts from a token that reaches every run"
+            return "ignored: the watchdog needs a token with access to every run"
         set_state(connection, "watchdog", time.time())
         return "watchdog"
     run = alert.labels.get("run", "")

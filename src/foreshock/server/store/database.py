@@ -475,7 +475,7 @@ def _sqlite_file(_dialect: Any, _record: Any, arguments: Any, _options: Any) -> 
 
 
 def _sqlite_connect(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # transactions begin where `_engine` says, not where the driver guesses
+    connection.isolation_level = None  # `_engine` begins transactions, not the driver
     [pages] = connection.execute("PRAGMA page_count").fetchone()
     [_, _, file] = connection.execute("PRAGMA database_list").fetchone()
     for suffix in SUFFIXES:  # only now that it is known to be a database: a wrong URL may name any other file
