@@ -79,7 +79,7 @@ def test_training_needs_pytorch_and_says_how_to_get_it() -> None:
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
-    [(["--seed", "3"], "give --train as well"), (["--train", "--steps-per-second", "9"], "leave out --train")],
+    [(["--seed", "3"], "add --train"), (["--train", "--steps-per-second", "9"], "leave out --train")],
 )
 def test_an_option_of_the_other_half_is_refused(given: list[str], sentence: str) -> None:
     done = foreshock("demo", *given)

@@ -27,7 +27,7 @@ def test_incidents_are_told_in_words_or_whole_as_json_and_acknowledged(service: 
     assert told.output.startswith("incident rounding: open, warning, since step 1\n")
     half = foreshock("incidents", "ill", "--acknowledge", incident["id"], "--url", service.url)
     assert half.exit_code == 1
-    assert "give both or neither" in half.stderr
+    assert "pass both" in half.stderr
     unknown = foreshock("incidents", "ill", "--acknowledge", "nope", "--reason", "x", "--url", service.url)
     assert unknown.exit_code == 1
     assert "nope" in unknown.stderr

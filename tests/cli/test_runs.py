@@ -41,13 +41,13 @@ def test_runs_lists_the_runs_and_shows_one(service: LiveService) -> None:
         (["run-1", "--mode", "fast"], "Mode 'fast' does not exist; allowed are plain, exact_delta"),
         (["run-1", "--mode", "plain", "--layer", "9"], "run run-1 has no layer 9; `foreshock runs run-1` lists them"),
         (["run-1", "--mode", "plain", "--layer", "0", "--head", "7"], "Run run-1 has no layer 0 head 7"),
-        (["run-1", "--mode", "plain", "--head", "1"], "--head was given without --layer"),
-        (["run-1"], "give --mode"),
+        (["run-1", "--mode", "plain", "--head", "1"], "--head needs --layer"),
+        (["run-1"], "use --mode"),
         (["run-1", "--mode", "plain", "--undo", "last"], "--undo or --cancel without a mode"),
         (["run-1", "--undo", "cmd-nope"], "There is no command 'cmd-nope'"),
         (["run-1", "--undo", "last", "--cancel", "last"], "--undo or --cancel without a mode"),
         (["run-1", "--cancel", "last", "--layer", "0"], "--undo or --cancel without a mode"),
-        (["run-1", "--cancel", "last"], "no order under way"),
+        (["run-1", "--cancel", "last"], "no pending command"),
     ],
 )
 def test_an_impossible_switch_is_a_sentence(service: LiveService, words: list[str], sentence: str) -> None:
@@ -82,7 +82,7 @@ def test_a_switch_of_every_head_leaves_modes_that_were_set_by_hand_beside_the_ne
     assert "layer 1 head 2: paper_softmax -> paper_softmax+row_corrected" in done.output
     assert done.output.count("plain -> row_corrected") == 5
     assert again.exit_code == 0
-    assert "1 heads already have row_corrected among their modes" in again.stderr
+    assert "1 heads already combine row_corrected with other modes" in again.stderr
 
 
 def test_an_order_without_an_answer_stands_until_it_is_stopped_from_the_command_line(service: LiveService) -> None:
@@ -274,4 +274,4 @@ def test_who_may_not_delete_is_not_asked_to_confirm_it(tmp_path: Path) -> None:
         refused = foreshock(*words)
     assert refused.exit_code == 1
     assert "the token reader lacks the scope 'delete'" in refused.stderr
-    assert "cannot be taken back" not in refused.output
+    assert "cannot be undone" not in refused.output

@@ -37,8 +37,8 @@ def test_what_is_exported_deleted_and_verified_is_told_as_json_too(tmp_path: Pat
         }
         asked = CliRunner().invoke(app, ["delete", "short", "--reason", "x", "--json", "--url", live.url], input="n\n")
         assert asked.exit_code == 1
-        assert "It cannot be taken back" in asked.stderr
-        assert "It cannot be taken back" not in asked.stdout
+        assert "This cannot be undone" in asked.stderr
+        assert "This cannot be undone" not in asked.stdout
         gone = told("delete", "short", "--reason", "a try", "--yes", "--url", live.url)
         assert gone == {"deleted": "short", "last_step": 2}
         trail = tmp_path / "trail.jsonl"

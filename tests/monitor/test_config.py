@@ -126,7 +126,10 @@ def test_a_token_is_read_without_the_line_break_behind_it_and_bytes_that_are_no_
 @pytest.mark.parametrize(
     ("wrong", "sentences"),
     [
-        ({"token": 7, "url": "http://ann:s3cret@host"}, ["token: ", "url: url must carry no user name or password"]),
+        (
+            {"token": 7, "url": "http://ann:s3cret@host"},
+            ["token: ", "url: url must not contain a user name or password"],
+        ),
         ({"sample_every_step": 3}, ["sample_every_step is not a setting of the agent; settings are run, labels, url"]),
         (
             {"detectors": {"horizon": 3}},
@@ -159,6 +162,8 @@ def test_a_variable_that_is_no_json_where_a_dictionary_is_wanted_is_told_what_it
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(f"FORESHOCK_{name}", "team=s3cret")
-    with pytest.raises(ValueError, match=rf'"{name.lower()}".*: such a variable holds JSON, as FORESHOCK_') as caught:
+    with pytest.raises(
+        ValueError, match=rf'"{name.lower()}".*: such a variable contains JSON, as FORESHOCK_'
+    ) as caught:
         make_config(None, {})
     assert "s3cret" not in str(caught.value)

@@ -18,7 +18,7 @@ _CHECKPOINTS_SHOWN = 12
 def incidents(
     client: Service,
     as_json: bool,
-    run: Annotated[str, typer.Argument(help="Run to look at.")],
+    run: Annotated[str, typer.Argument(help="Run whose incidents are listed.")],
     acknowledge: Annotated[
         str | None,
         typer.Option(
@@ -30,7 +30,7 @@ def incidents(
 ) -> None:
     """List the incidents of a run: their heads, the steps left, what was done and what to do; and its switches."""
     if (acknowledge is None) != (reason is None):
-        raise CommandError("--acknowledge names the incident and --reason says why; give both or neither")
+        raise CommandError("--acknowledge and --reason belong together: pass both")
     if acknowledge is not None and reason is not None:
         client.acknowledge(run, acknowledge, reason=reason)
     found = client.incidents(run)

@@ -88,7 +88,7 @@ def demo(
     from foreshock.cli import demo as player
 
     if seed is not None:
-        raise CommandError("--seed is for training: give --train as well")
+        raise CommandError("--seed is for training: add --train")
     pace = player.STEPS_PER_SECOND if steps_per_second is None else steps_per_second
     player.play(console(), port=port, steps_per_second=pace)
 

@@ -18,7 +18,7 @@ Token = Annotated[
 ]
 TokenFile = Annotated[
     Path | None,
-    typer.Option(envvar="FORESHOCK_TOKEN_FILE", help="File that holds the token, used when no token is given."),
+    typer.Option(envvar="FORESHOCK_TOKEN_FILE", help="File with the token, used if --token is not set."),
 ]
 
 

@@ -45,7 +45,7 @@ def switch(
     head: Annotated[
         list[int] | None, typer.Option(help="Head of that layer; may be repeated. By default all heads.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option(help="Only report what the agent would do.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Report what the agent would do, and change nothing.")] = False,
     wait: Wait = 30.0,
 ) -> None:
     """Switch heads of a running training to another mode and wait for the agent's answer; or undo or stop a switch.
@@ -54,9 +54,7 @@ def switch(
     rejected). 1: not ordered.
     """
     if [mode, undo, cancel].count(None) != 2 or (mode is None and (layer is not None or head)):
-        raise CommandError(
-            "give --mode, with --layer and --head or without them, or give --undo or --cancel without a mode"
-        )
+        raise CommandError("use --mode, with or without --layer and --head; or --undo or --cancel without a mode")
     if mode is not None:
         changes = _changes(client, run, mode, layer, head)
         orders = [client.switch(run, name, reason=reason, heads=heads, dry_run=dry_run) for name, heads in changes]
@@ -64,7 +62,7 @@ def switch(
         command = _newest(client, run, undo, _stands, "applied switch to revert")
         orders = client.undo(command, reason=reason, dry_run=dry_run)
     else:
-        command = _newest(client, run, str(cancel), lambda one: one["state"] in OPEN, "order under way")
+        command = _newest(client, run, str(cancel), lambda one: one["state"] in OPEN, "pending command")
         orders = [client.cancel(command, reason=reason)]
     finish(
         client, orders, as_json=as_json, wait=wait, done=("applied", "dry_run") if cancel is None else ("cancelled",)
@@ -100,10 +98,10 @@ def _changes(
     """
     if layer is None:
         if heads:
-            raise CommandError("--head was given without --layer; a head is named by both")
+            raise CommandError("--head needs --layer: a head has both numbers")
         planned = client.switches(run, mode)
         if unchanged := planned["unchanged"]:
-            typer.echo(f"{len(unchanged)} heads already have {mode} among their modes, and keep them.", err=True)
+            typer.echo(f"{len(unchanged)} heads already combine {mode} with other modes and do not change.", err=True)
         return [(each["mode"], each["heads"]) for each in planned["changes"]]
     known = [head for entry in client.run(run)["layers"] if entry["layer"] == layer for head in entry["heads"]]
     if not known:

@@ -102,8 +102,8 @@ def delete(
     if not yes:
         session = client.get("/v1/session")  # nobody is asked to confirm what would be refused
         if not {"delete", "admin"} & set(session["scopes"]):
-            raise CommandError(f"the token {session['name']} lacks the scope 'delete'; give another with --token")
-        question = f"Delete run {run} with its {step or 0:,} steps? It cannot be taken back."
+            raise CommandError(f"the token {session['name']} lacks the scope 'delete'; use another one with --token")
+        question = f"Delete run {run} with its {step or 0:,} steps? This cannot be undone."
         typer.confirm(question, abort=True, err=as_json)
     client.delete(run, reason=reason)
     print_result({"deleted": run, "last_step": step}, f"Run {run} is deleted.", as_json=as_json)

@@ -83,7 +83,7 @@ def audit_export(client: Service, as_json: bool, file: Export) -> None:
     try:
         before = last = int(json.loads(lines[-1])["sequence"]) if lines else 0
     except (ValueError, TypeError, KeyError):
-        raise CommandError(f"the last line of {file} is not a row of the audit trail; give another file") from None
+        raise CommandError(f"the last line of {file} is not a row of the audit trail; choose another file") from None
     if lines and client.audit_export(before - 1).splitlines(keepends=True)[:1] != lines[-1:]:
         raise CommandError(
             f"the service's row {before} is missing or differs from that in {file}: somebody changed the audit "

@@ -191,7 +191,7 @@ class AgentConfig(BaseSettings):
     @classmethod
     def _mitigation_is_known(cls, value: str) -> str:
         if value == "plain":
-            raise ValueError("mitigation 'plain' changes nothing; to change nothing give policy='observe'")
+            raise ValueError("mitigation 'plain' changes nothing; to only warn, set policy='observe'")
         parse_mode(value)
         return value
 
@@ -210,7 +210,7 @@ class AgentConfig(BaseSettings):
         if value is not None and not names_a_host(value):
             raise ValueError("url must name a host, and a port as a number, for example http://127.0.0.1:8765")
         if value is not None and "@" in value:
-            raise ValueError("url must carry no user name or password; give token=... or set FORESHOCK_TOKEN")
+            raise ValueError("url must not contain a user name or password; pass token=... or set FORESHOCK_TOKEN")
         return value
 
     @field_validator("token")
@@ -242,7 +242,7 @@ class AgentConfig(BaseSettings):
             raise ValueError(f"rank {self.rank} needs a world_size of at least {self.rank + 1}, got {self.world_size}")
         if not self.run and self.world_size > 1 and _launcher_run() is None:
             raise ValueError(
-                f"{self.world_size} processes need one name for their run: give run=... or set FORESHOCK_RUN on all"
+                f"{self.world_size} processes need one name for their run: pass run=... or set FORESHOCK_RUN on all"
             )
         return self
 
@@ -326,7 +326,9 @@ def _launcher_run() -> str | None:
 def make_config(config: AgentConfig | None, overrides: dict[str, Any]) -> AgentConfig:
     """`config` with `overrides` on top, both validated. Raises ValueError with one sentence per mistake."""
     if config is not None and not isinstance(config, AgentConfig):
-        raise ValueError(f"config is an AgentConfig, got {type(config).__name__}; give settings by name, as run=...")
+        raise ValueError(
+            f"config must be an AgentConfig, got {type(config).__name__}; pass settings by name, as run=..."
+        )
     given = config.model_dump(include=config.model_fields_set) if config is not None else {}
     try:
         return AgentConfig(**{**given, **overrides})
@@ -334,7 +336,7 @@ def make_config(config: AgentConfig | None, overrides: dict[str, Any]) -> AgentC
         raise ValueError("; ".join(_sentence(dict(e)) for e in error.errors(include_input=False))) from None
     except SettingsError as error:  # of a variable whose setting is a dictionary
         example = 'FORESHOCK_LABELS={"team": "vision"}'
-        raise ValueError(f"{error}: such a variable holds JSON, as {example}") from None
+        raise ValueError(f"{error}: such a variable contains JSON, as {example}") from None
 
 
 def _sentence(error: dict[str, Any]) -> str:

@@ -68,7 +68,7 @@ def test_a_fleet_is_ordered_by_need_searched_filtered_and_compared_and_the_addre
     search(chromium, "02 SPEECH")
     wait("the found", lambda: set(listed(chromium)) == {f"sweep/02{digit}" for digit in (1, 3, 5, 7, 9)})
     search(chromium, "nobody-is-called-so")
-    wait("the word that none matches", lambda: "No run matches" in text(chromium, "main"))
+    wait("the word that none matches", lambda: "No matching runs" in text(chromium, "main"))
 
     open_list(chromium, fleet)
     choose(chromium, "state", "With a warning")

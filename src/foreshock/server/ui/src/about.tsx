@@ -105,7 +105,7 @@ function Describe({ detail, close }: { detail: RunDetail; close: () => void }) {
     <Dialog title="Name and notes" close={close}>
       <form onSubmit={submit}>
         <p class="muted">
-          Agents, alerts and addresses go on knowing the run as <code>{detail.run}</code>.
+          Agents, alerts and addresses still use the name <code>{detail.run}</code>.
         </p>
         <Field label="Display name" name="display_name" value={name} set={setName} most={128} />
         <Field label="Tags" name="tags" value={tags} set={setTags} most={2000} hint="baseline, keep" />
@@ -140,8 +140,8 @@ function Delete({ detail, close, gone }: { detail: RunDetail; close: () => void;
         {confirming ? (
           <div class="confirm">
             <p class="sentence">
-              Delete {detail.run} with its {steps(detail.last_step ?? 0)} steps, its warnings and its orders. It cannot be
-              taken back.
+              Delete {detail.run} with its {steps(detail.last_step ?? 0)} steps, its warnings and its orders. This cannot be
+              undone.
             </p>
             <p class="muted">
               {who}: {reason}
@@ -149,7 +149,7 @@ function Delete({ detail, close, gone }: { detail: RunDetail; close: () => void;
           </div>
         ) : (
           <>
-            <p class="sentence">Delete {detail.run} and everything that is stored of it.</p>
+            <p class="sentence">Delete {detail.run} and all its data.</p>
             <Field label="Your name" name="who" value={who} set={setWho} most={128} required />
             <Field label="Reason" name="reason" value={reason} set={setReason} most={500} required />
           </>

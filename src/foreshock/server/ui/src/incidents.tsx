@@ -49,7 +49,7 @@ export function Incidents({ views, compare, onShow, onSwitch }: Props) {
       {!first && !broken.length && <p class="note calm">No active warning.</p>}
       {broken.map(({ detail }) => (
         <p key={detail.run} class="note error" role="alert">
-          {compare && `${detail.run}: `}The loss is {number(detail.loss)}, and its agent has raised no warning.{" "}
+          {compare && `${detail.run}: `}The loss is {number(detail.loss)}, but its agent has not raised a warning.{" "}
           {detail.status === "active" ? "Stop the run and resume it" : "Resume it"} from a checkpoint before that.
         </p>
       ))}

@@ -21,7 +21,7 @@ export function Login({ ended, onSession }: { ended: boolean; onSession: (sessio
     <form class="card pad login" onSubmit={submit}>
       <h1>Log in</h1>
       {ended && <p role="alert">Your session has ended. Log in again.</p>}
-      <p class="muted">This service is closed without a token. Ask its administrator for one with the scope read, or act to switch heads.</p>
+      <p class="muted">This service requires a token. Ask its administrator for one with the scope read, or act to switch heads.</p>
       <input type="text" name="username" autocomplete="username" value="foreshock" hidden readOnly />
       <label class="field">
         <span>Token</span>

@@ -34,7 +34,7 @@ export function Runs({ catalog, go }: { catalog: Catalog; go: (address: string) 
   if (runs.data.length === 0) {
     return (
       <section class="card empty first">
-        <h1>No run has sent anything yet</h1>
+        <h1>No runs yet</h1>
         <p>
           Call <code>foreshock.attach(model, url="{location.origin}")</code> in your training script, or try <code>foreshock demo</code>.
           The run appears here with its first step.
@@ -48,7 +48,7 @@ export function Runs({ catalog, go }: { catalog: Catalog; go: (address: string) 
         <h1>Runs</h1>
         <p class="muted">
           {runs.data.length.toLocaleString("en")}
-          {runs.data.length > 1 ? " runs" : " run"}, {warned ? `${warned.toLocaleString("en")} with warnings` : "no warning"}
+          {runs.data.length > 1 ? " runs" : " run"}, {warned ? `${warned.toLocaleString("en")} with warnings` : "none with warnings"}
         </p>
         <button class="primary" disabled={chosen.length < 2} onClick={() => go(address(chosen))}>
           {chosen.length < 2 ? "Tick two or more to compare" : `Compare ${chosen.length} runs`}
@@ -107,7 +107,7 @@ export function Runs({ catalog, go }: { catalog: Catalog; go: (address: string) 
             ))}
           </tbody>
         </table>
-        {found.length === 0 && <p class="empty">No run matches.</p>}
+        {found.length === 0 && <p class="empty">No matching runs.</p>}
       </div>
       {found.length > shown && (
         <button onClick={() => setShown(shown + SHOWN)}>Show {Math.min(SHOWN, found.length - shown)} more</button>

@@ -154,7 +154,7 @@ export function SwitchDialog({ target, catalog, close }: { target: SwitchTarget;
 }
 
 /** Describes the source of an order if its author's name does not. */
-const BY: Record<string, string> = { rank: " by itself", agent: " proposes" };
+const BY: Record<string, string> = { rank: ", automatically", agent: " proposes" };
 
 /** With a sign, for users who cannot distinguish the colours. */
 const VERIFIED = { verified: "✓ growth stopped", "not arrested": "▲ not arrested: growth continues", unknown: "cannot be verified" };

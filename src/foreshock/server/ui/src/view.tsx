@@ -104,7 +104,7 @@ export function View({ runs, catalog, dark, may, go }: Props) {
       </nav>
       {missing.length > 0 && (
         <p class="note error" role="alert">
-          There is no run {missing.map((run) => shorten(run, 80)).join(", no run ")}.
+          Not found: run {missing.map((run) => shorten(run, 80)).join(", run ")}.
         </p>
       )}
       {views.length > 0 && (
