@@ -22,7 +22,7 @@ def test_incidents_are_told_in_words_or_whole_as_json_and_acknowledged(service: 
     assert "acknowledged" in foreshock("incidents", "ill", *care, "--url", service.url).output
     sound = FakeRank(run="sound", boot="b8")
     service.post(sound.batch(sound.started(), sound.sample(1)))
-    assert foreshock("incidents", "sound", "--url", service.url).output == "sound has no incident.\n"
+    assert foreshock("incidents", "sound", "--url", service.url).output == "sound has no incidents.\n"
     assert "To do: " in told.output
     assert told.output.startswith("incident rounding: open, warning, since step 1\n")
     half = foreshock("incidents", "ill", "--acknowledge", incident["id"], "--url", service.url)

@@ -33,7 +33,7 @@ def report(sources: Sequence[str], console: Console, *, states: Sequence[str], b
     Raises ValueError with a sentence for a source that does not exist.
     """
     if states and not any(":" in source for source in sources):
-        raise ValueError("--state belongs to a model: give module:factory too, which builds it")
+        raise ValueError("--state needs a model: add module:factory, which builds it")
     read = [each for source in sources for each in _read(source, states, batches)]
     findings, notes = diagnose(read), [note for source in read for note in source.notes]
     for number, finding in enumerate(findings):

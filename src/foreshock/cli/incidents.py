@@ -67,7 +67,7 @@ def resume_plan(
 
 def _print_incidents(found: list[dict[str, Any]], run: str) -> None:
     if not found:
-        say(f"{run} has no incident.")
+        say(f"{run} has no incidents.")
     for incident in found:
         say(
             f"incident {incident['id']}: {incident['state']}, {incident['severity']}, "

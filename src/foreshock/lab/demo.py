@@ -46,14 +46,14 @@ def main(
     with own_page(console, port, *runs) as url:
         console.print(
             f"One small GPT is trained three times from seed {seed}, on the same batches, for {seconds / 60:.0f} "
-            "minutes at most. The agent of rescued may switch, to "
-            f"{DEFAULT_MITIGATION}; nobody acts on baseline; no-key-bias has no bias on its keys.\n\n"
-            f"{recipe.summary} One thing is as on no GPU: attention rounds as in the paper's reference, where scores, "
-            "row sums and output are in BF16. It drifts sooner so; with the rounding of GPU kernels the warning comes "
-            "thousands of steps later.\n\n"
-            "Watch the score offset: how far all scores of a head have moved together, in nats. A warning, then a "
-            "switch, should come; detectors and switch are as shipped. One setting of the agent is not: it counts "
-            f"every row, every {recipe.sample_every_steps} steps, where by default it measures a sample of them.",
+            "minutes at most. The agent of rescued may switch heads to "
+            f"{DEFAULT_MITIGATION}; baseline is not switched; no-key-bias has no bias on its keys.\n\n"
+            f"{recipe.summary} Unlike on a GPU, attention rounds as in the paper's reference, with scores, row sums "
+            "and output in BF16. So it drifts sooner; with the rounding of GPU kernels the warning comes thousands of "
+            "steps later.\n\n"
+            "Watch the score offset: how far all scores of a head have moved together, in nats. Expect a "
+            "warning, then a switch. Only one setting of the agent is not the default: it counts every row, every "
+            f"{recipe.sample_every_steps} steps, instead of a sample of rows.",
             highlight=False,
         )
         context = get_context("spawn")  # a forked torch may hang on its thread pool

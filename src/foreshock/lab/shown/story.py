@@ -68,22 +68,22 @@ def opening(traces: dict[str, Trace]) -> Iterator[tuple[str, str]]:
         f"Three recorded trainings in BF16, on an {model['device']}: GPTs of {model['layers']} layers and "
         f"{model['heads']} heads, {'rotary' if model['rotary'] else 'learned'} positions, "
         f"{'a' if model['key_bias'] else 'no'} bias on the keys, a {model['schedule']} learning rate of "
-        f"{model['learning_rate']:g}. They read real text: documentation and source of Python packages. Nothing was "
-        "injected.",
+        f"{model['learning_rate']:g}. They read real text: documentation and source of Python packages. No fault "
+        "was injected.",
     )
     ours, own = "foreshock's Triton kernels, where every row is counted", vendor.header["backend"]
-    theirs = f"PyTorch's own {own} kernel, kept as it is and watched by a sample of its rows"
-    yield LEFT_ALONE, f"{ours}; {_batches(alone)}; nobody acts."
+    theirs = f"PyTorch's own {own} kernel, of which a sample of rows is measured"
+    yield LEFT_ALONE, f"{ours}; {_batches(alone)}; not switched."
     yield (
         SWITCHED,
-        f"the same run, equal in every recorded number up to step {equal_until(alone, twin):,}; its agent may act.",
+        f"the same run, with the same numbers up to step {equal_until(alone, twin):,}; its agent may switch heads.",
     )
-    yield OF_PYTORCH, f"{theirs}; {_batches(vendor)}; nobody acts. It has no switched twin."
+    yield OF_PYTORCH, f"{theirs}; {_batches(vendor)}; not switched, and without a switched twin."
     yield (
         "",
-        "Warnings are made now, by the detectors of this version. The switch is the one that happened then. "
-        f"Watch the largest score: at {DANGEROUS_SCORE:.0f} rounding to BF16 moves a score by about 1. An order given "
-        "on the page reaches nobody, since nothing trains.",
+        "The detectors of this version make the warnings now. The switch was recorded. "
+        f"Watch the largest score: at {DANGEROUS_SCORE:.0f} rounding to BF16 moves a score by about 1. Orders "
+        "from the page have no effect, because this is a recording.",
     )
 
 
