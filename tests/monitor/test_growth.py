@@ -138,6 +138,7 @@ def test_a_past_that_was_set_back_goes_on_as_one_that_never_went_further() -> No
     straight = filled(HeadPasts.begin(2, 4000, 100), 0, 9000)
     returned = filled(HeadPasts.begin(2, 4000, 100), 0, 10_000)
     returned.set_back(1000)
+    assert returned.blocks[-1].end == straight.blocks[-1].end == 9000
     found, wanted = (filled(pasts, 9000, 11_000).growth(4000) for pasts in (returned, straight))
     np.testing.assert_allclose(found.start[0], wanted.start[0], atol=600)  # the ring had written over the oldest ones
     np.testing.assert_array_equal(found.end, wanted.end)

@@ -67,7 +67,7 @@ class BiasEvidence:
 
     def drop_open(self) -> None:
         """Forget the samples since the last bets."""
-        self.pending[:] = self.open_samples = 0
+        self.pending[: 1 + self.apart] = self.open_samples = 0
 
     def add(self, bias: Floats, rows: Floats, *, finite: bool = False) -> None:
         """Add a sample: the sum of its delta bias, [N], over its rows. finite: whether all of it is known to be."""
@@ -98,24 +98,22 @@ class BiasEvidence:
 
     def _bet(self, pace: int) -> None:
         bias, rows = self.pending[pace]
-        size = np.maximum(rows, 1.0)
-        np.divide(bias, np.sqrt(size, out=size), out=size)
+        size = bias / np.sqrt(np.maximum(rows, 1.0))
         usual, bets = self.usual[pace], self.bets[pace]
         # What holds of every head is not asked of each: these are the longest passes of a block's end.
         unit = usual if bets.min(initial=_FIRST_BETS) >= _FIRST_BETS else np.where(bets >= _FIRST_BETS, usual, np.inf)
-        won = size / unit
-        np.minimum(np.maximum(won, -1.0, out=won), 1.0, out=won)
-        for capital, stake in zip(self.capital[pace], (-_STAKE, _STAKE), strict=True):
-            gain = stake * won
-            gain *= capital
-            capital += gain
-            np.subtract(1.0, capital, out=gain)
-            gain /= MEMORY_BETS
-            capital += gain
-            np.minimum(capital, _MOST, out=capital)
+        won = np.minimum(np.maximum(size / unit, -1.0), 1.0)
+        negative, positive = capital = self.capital[pace]
+        gain = capital * (_STAKE * won)
+        negative -= gain[0]
+        positive += gain[1]
+        np.subtract(1.0, capital, out=gain)
+        gain /= MEMORY_BETS
+        capital += gain
+        np.minimum(capital, _MOST, out=capital)
         showed = size != 0
         bets += showed
-        change = np.minimum(np.abs(size, out=size), _OUTLIER * unit)
+        change = np.minimum(np.abs(size), _OUTLIER * unit)
         change -= usual
         few = bets.min(initial=_USUAL_BETS) < _USUAL_BETS
         change /= np.minimum(np.maximum(bets, 1.0), _USUAL_BETS) if few else _USUAL_BETS

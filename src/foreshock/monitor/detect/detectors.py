@@ -120,7 +120,7 @@ class Detectors:
             np.maximum(score, conditions.ratios[HeadSignal.SCORE, head], out=score)
         if not (heads := list(conditions.ahead)):  # no ratio of another one comes to 1
             return {}
-        drifts, grows = ratios[..., heads].min(axis=0) >= 1.0
+        drifts, grows = ratios.take(heads, axis=2).min(axis=0) >= 1.0
         lasting = zip(heads, drifts, grows, strict=True)
         return {head: SIGNAL_NAMES[not drift] for head, drift, growth in lasting if drift or growth}
 

@@ -27,7 +27,7 @@ def courses(growth: Growth, heads: npt.NDArray[np.int64], dangerous: float = DAN
     start, middle, reached = (part.take(heads, axis=1) for part in (growth.start, growth.middle, growth.end))
     error = growth.error((slice(None), heads))
     offset, score = np.abs(reached[0]), reached[1]  # an offset moves the score as far as it moves itself
-    target = np.stack([offset + dangerous - score, np.full_like(score, dangerous)])
+    target = np.array([offset + dangerous - score, np.full(len(heads), dangerous)])
     sign = np.copysign(1.0, reached)
     start, middle, end = (sign * part for part in (start, middle, reached))
     half = (growth.older + growth.newer) / 2
@@ -53,7 +53,7 @@ def halves_until(target: Floats, start: Floats, middle: Floats, end: Floats, err
     apart = math.sqrt(2.0) * error
     least = np.where(older + apart > 0, (newer - apart) / (older + apart), math.inf)
     most = np.where(older > apart, (newer + apart) / (older - apart), math.inf)
-    factor = np.clip(np.minimum(np.maximum(1.0, least), most), 0.0, _STEEPEST)
+    factor = np.minimum(np.maximum(np.minimum(np.maximum(1.0, least), most), 0.0), _STEEPEST)
     even = (target - end) / newer
     halves = np.where(np.abs(factor - 1.0) < _EVEN, even, np.log1p(even * (factor - 1) / factor) / np.log(factor))
     going_on = np.where(np.isnan(halves), math.inf, halves)  # it levels off before

@@ -214,12 +214,10 @@ def _mean(blocks: Sequence[Block]) -> Floats:
     means = blocks[-1].means
     if len(blocks) not in means:
         values = [block.values for block in blocks]
-        total, known = values[0].copy(), np.array(len(blocks))
+        means[len(blocks)] = total = values[0].copy()
         for each in values[1:]:
             total += each
+        total /= len(blocks)
         if not is_finite(total):
-            known = (~np.isnan(values)).sum(axis=0)
-            total = np.nansum(values, axis=0)
-        total /= known
-        means[len(blocks)] = total
+            means[len(blocks)] = np.nansum(values, axis=0) / (~np.isnan(values)).sum(axis=0)
     return means[len(blocks)]

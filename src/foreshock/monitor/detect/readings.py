@@ -10,7 +10,7 @@ import numpy.typing as npt
 from foreshock.contract.slots import Floats, Slot, Words, slot_values
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # a frozen one takes twice as long to make
 class Readings:
     """Float64 arrays [N] over the heads, NaN where not recorded, and what was given of the step as a whole."""
 

@@ -1,10 +1,8 @@
 """When a head is warned about: every threshold, and each condition as a ratio that is 1 where it is just met."""
 
-import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,16 +65,16 @@ class DetectorConfig(BaseModel):
     """An active verdict is updated after this many steps."""
 
 
-@dataclass(frozen=True)
-class WarningConditions:
+class WarningConditions(NamedTuple):
     """What the closed blocks show of every head, [N]."""
 
-    config: DetectorConfig
     growth: Growth
     rounds: Flags
     """the heads whose delta bias is applied"""
     won: Floats
     """capital of the bets that the delta bias has the offset's sign"""
+    asked: float
+    """capital that supports a drift"""
     supported: Flags
     ratios: Floats
     """[2, N]: the least ratio of all conditions but persistence, 0 or more; 0 where one is unknown"""
@@ -91,27 +89,32 @@ class WarningConditions:
     @np.errstate(divide="ignore", invalid="ignore")  # an unknown value is NaN, and no condition holds of it
     def of(cls, growth: Growth, bias: BiasEvidence, rounds: Flags, config: DetectorConfig) -> "WarningConditions":
         """rounds: the heads whose delta bias is applied."""
-        score_before, score = growth.start[HeadSignal.SCORE], growth.end[HeadSignal.SCORE]
-        latest, won = growth.last[HeadSignal.SCORE], bias.of(growth.end[HeadSignal.OFFSET])
-        ratios = np.empty_like(growth.end)
+        (offset_before, score_before), (offset, score) = growth.start, growth.end
+        latest, won, ratios = growth.last[HeadSignal.SCORE], bias.of(offset), np.zeros_like(growth.end)
         np.minimum(latest / config.growing_score, score / score_before, out=ratios[HeadSignal.SCORE])
-        drift, capital, asked = ratios[HeadSignal.OFFSET], won, math.nan
-        if growth.held < config.earliest_steps:
-            drift[:] = 0.0
-        else:
-            far, before, moved, newer = _moves(growth, config)
-            asked = _asked(far, moved, config)
+        sign, far = np.copysign(1.0, offset), np.abs(offset)
+        before = sign * offset_before
+        # What grows in a head's scores and not in their mean is a head that sharpens, which is no drift.
+        moved = far - before
+        sharpens = moved < config.shared_part * (score - score_before - growth.error(HeadSignal.SCORE))
+        np.maximum(moved, 0.0, out=moved)
+        moved *= ~sharpens
+        # Heads that may drift soon are tested too, or each would be the only one when it begins to.
+        tested = (far >= config.offset_level / 2) & (moved >= config.offset_change / 2)
+        asked = ASKED * max(int(np.count_nonzero(tested)), 1)
+        drift, capital = ratios[HeadSignal.OFFSET], won
+        if growth.held >= config.earliest_steps:
             factor = (far + 1.0) / (np.abs(before) + 1.0)
             early = max(0.0, 1.0 - growth.age / config.settle_steps)
             grown = factor / (1.0 + early * (config.young_growth - 1.0))
             drift = np.minimum(np.minimum(far / config.offset_level, moved / config.offset_change), grown)
-            steep = np.minimum(far / config.steep_offset, factor / config.steep_growth)
-            bare = np.fmax(far / config.bare_offset, np.minimum(steep, newer / config.offset_change))
             # Where scores were dangerous before, rounding follows from them.
             tests = rounds & ~(score_before >= DANGEROUS_SCORE)
             capital = won if tests.all() else won * tests
-            shown = np.minimum(capital / asked, 1.0)
-            np.minimum(drift, np.maximum(shown, bare), out=ratios[HeadSignal.OFFSET])
+            steep = np.minimum(far / config.steep_offset, factor / config.steep_growth)
+            newer = sign * growth.middle[HeadSignal.OFFSET] - before  # a jump has no older half
+            bare = np.fmax(far / config.bare_offset, np.minimum(steep, newer / config.offset_change))
+            np.minimum(drift, np.maximum(np.minimum(capital / asked, 1.0), bare), out=ratios[HeadSignal.OFFSET])
         np.fmax(ratios, 0.0, out=ratios)
 
         supported, undecided, urgent = np.zeros_like(rounds), False, np.zeros(0, dtype=np.int64)
@@ -131,13 +134,7 @@ class WarningConditions:
             ratios[:, heads] = near
             soon = min(config.persist_blocks * config.block_steps, growth.steps)
             urgent = heads[high | ((newest >= config.growing_score) & (ahead < soon))]
-        return cls(config, growth, rounds, won, supported, ratios, urgent, known, undecided)
-
-    @functools.cached_property
-    def asked(self) -> float:
-        """Capital that supports a drift."""
-        far, _, moved, _ = _moves(self.growth, self.config)
-        return _asked(far, moved, self.config)
+        return cls(growth, rounds, won, asked, supported, ratios, urgent, known, undecided)
 
     def evidence(self, head: int) -> float:
         """The capital that its bets won, in parts of what supports a drift."""
@@ -155,25 +152,3 @@ class WarningConditions:
     def dangerous(self, head: int) -> bool:
         """Whether the score of this head is dangerous."""
         return bool(self.growth.end[HeadSignal.SCORE, head] >= DANGEROUS_SCORE)
-
-
-def _moves(growth: Growth, config: DetectorConfig) -> tuple[Floats, Floats, Floats, Floats]:
-    """Of the offsets, [N]: |offset| now; what it was at the start, negative on the other side of zero; and how far it
-    went away from zero in the window, 0 for a head that sharpens, and in its newer half alone."""
-    offset = growth.end[HeadSignal.OFFSET]
-    sign, far = np.copysign(1.0, offset), np.abs(offset)
-    before = sign * growth.start[HeadSignal.OFFSET]
-    moved, newer = far - before, sign * growth.middle[HeadSignal.OFFSET] - before  # a jump has no older half
-    # What grows in a head's scores and not in their mean is a head that sharpens, which is no drift.
-    grown = growth.end[HeadSignal.SCORE] - growth.start[HeadSignal.SCORE] - growth.error(HeadSignal.SCORE)
-    sharpens = moved < config.shared_part * grown
-    np.maximum(moved, 0.0, out=moved)
-    moved *= ~sharpens
-    return far, before, moved, newer
-
-
-def _asked(far: Floats, moved: Floats, config: DetectorConfig) -> float:
-    """Capital that supports a drift. Heads that may drift soon are tested too, or each would be the only one when it
-    begins to."""
-    tested = (far >= config.offset_level / 2) & (moved >= config.offset_change / 2)
-    return ASKED * max(int(np.count_nonzero(tested)), 1)

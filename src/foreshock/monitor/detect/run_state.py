@@ -79,14 +79,15 @@ class RunState:
 
     def can_round(self) -> Flags:
         """The heads whose delta bias is applied."""
-        return np.asarray((self.modes & _ENDS == 0) & self.rounds)
+        plain: Flags = self.modes & _ENDS == 0
+        return plain if self.rounds else np.zeros_like(plain)
 
     def add(self, readings: Readings) -> int:
         """Add a sample to the open block; the steps of that block if the sample closes it, else 0."""
         steps = readings.step - max(readings.since_step, min(self.last_step, readings.step - 1))
-        self.last_step, self.rounds, changed = readings.step, readings.rounds, self.modes != readings.modes
-        if changed.any():
-            self.bias.forget(changed)
+        self.last_step, self.rounds = readings.step, readings.rounds
+        if self.modes.tobytes() != readings.modes.tobytes():
+            self.bias.forget(self.modes != readings.modes)
             self.modes = readings.modes.astype(np.int32)
         self.bias.add(readings.delta_bias_sum, readings.rows, finite=readings.largest is not None)
         closed = self.past.add(steps, readings)
