@@ -1,12 +1,11 @@
 """The benchmark of attention: who refused has no ratio, and modes are compared with plain heads."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from foreshock.benchmarks.attention import Shape, Stopwatch, ratios, run
+from foreshock.benchmarks.attention import Shape, Stopwatch, Timed, ratios, run
 from foreshock.contract.modes import MODES
 
 
@@ -16,11 +15,10 @@ class Fake(Stopwatch):
     def __init__(self) -> None:
         self.timed: list[list[str]] = []
 
-    def medians(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    def medians(self, calls: dict[str, Timed]) -> dict[str, float]:
         self.timed.append(list(calls))
-        for call in calls.values():
-            if (prepare := getattr(call, "prepare", None)) is not None:
-                prepare()
+        for prepare, call in calls.values():
+            prepare()
             call()
         return {name: 0.5 * number for number, name in enumerate(calls, start=1)}
 

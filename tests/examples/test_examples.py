@@ -2,7 +2,6 @@
 
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -25,14 +24,6 @@ def walkthroughs() -> list[tuple[str, str]]:
 
 def test_the_page_of_examples_shows_every_program() -> None:
     assert {name for name, _ in walkthroughs()} == {path.name for path in EXAMPLES.glob("*.py")}
-
-
-def test_a_recorded_explosion_is_read_as_the_page_shows(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["read_explosion.py"])
-    runpy.run_path(str(EXAMPLES / "read_explosion.py"), run_name="__main__")
-    assert capsys.readouterr().out == dict(walkthroughs())["read_explosion.py"]
 
 
 @pytest.mark.parametrize(

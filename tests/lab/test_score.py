@@ -14,8 +14,7 @@ from foreshock.contract.slots import MAX_SLOTS, SUM_SLOTS, Floats, identity_row
 from foreshock.lab.recording.harm import first_harm
 from foreshock.lab.recording.trace import Steps, read_trace
 from foreshock.lab.recording.trace_writer import TraceWriter
-from foreshock.lab.scoring.baselines import BASELINES, Signal
-from foreshock.lab.scoring.four_conditions import blocks_met
+from foreshock.lab.scoring.baselines import BASELINES, Signal, blocks_met
 from foreshock.lab.scoring.score import alarms, lab_score
 
 

@@ -77,7 +77,7 @@ def test_the_command_says_what_the_text_is_made_of(folder: Path) -> None:
     corpus = read_text("folders")
     assert f"SHA-256 {corpus.sha256}\nIt is at {text_file('folders')}\n" in done.output
     assert foreshock("lab", "corpus", "folders").output == done.output
-    refused = foreshock("lab", "corpus", "bytes", "--folder", str(folder))
+    refused = foreshock("lab", "corpus", "byte-pairs", "--folder", str(folder))
     assert refused.exit_code == 1
     assert "--folder is for the text of folders" in refused.stderr
 

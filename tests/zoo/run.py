@@ -1,6 +1,6 @@
 """Runs the zoo on several processes and writes what became of each model.
 
-The command: `python -P scripts/run_tests_of.py zoo RECORD [--processes 3] [NAME...]`.
+The command: `python -P tests/zoo RECORD [--processes 3] [NAME...]`.
 
 RECORD is the JSON file to write; what it holds already and found right is not run again, so that a run that was stopped
 goes on. Names limit the run to entries that contain one of them. `--seed`, `--spread` and `--dtype` draw the weights
@@ -77,7 +77,7 @@ def _right(target: Path) -> list[dict[str, Any]]:
 
 def main(arguments: list[str]) -> int:
     """Run, write, and say how many are wrong."""
-    parser = argparse.ArgumentParser(prog="run_tests_of.py zoo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -P tests/zoo", description=__doc__)
     parser.add_argument("record", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--processes", type=int, default=3)

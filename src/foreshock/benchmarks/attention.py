@@ -46,6 +46,8 @@ PASSES = ("forward", "backward", "both")
 
 Contender = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Query [B, H, Sq, D], key and value [B, Hkv, Sk, D] to the output [B, H, Sq, D]."""
+Timed = tuple[Callable[[], object], Callable[[], object]]
+"""What comes before a call, and the call that is timed."""
 
 
 class Stopwatch:
@@ -55,19 +57,19 @@ class Stopwatch:
         self.repeats = repeats
         self.flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
 
-    def medians(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    def medians(self, calls: dict[str, Timed]) -> dict[str, float]:
         """Milliseconds of each call: the median of its repeats."""
-        for call in calls.values():
+        for prepare, call in calls.values():
             for _ in range(2):
-                _prepare(call)
+                prepare()
                 call()
         events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
         gc.collect()
         gc.disable()  # as timeit does: a collection takes longer than any of these calls
         for _ in range(self.repeats):
-            for name, call in calls.items():
+            for name, (prepare, call) in calls.items():
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                _prepare(call)
+                prepare()
                 self.flush.zero_()
                 start.record()
                 call()
@@ -78,40 +80,21 @@ class Stopwatch:
         return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) for name, pairs in events.items()}
 
 
-class _Backward:
-    """The backward of a forward that `prepare` makes: one that goes through a kept graph again counts no rows."""
-
-    def __init__(self, call: Contender, tensors: tuple[Tensor, ...], grad: Tensor) -> None:
-        self._call, self._tensors, self._grad = call, tensors, grad
-        self._out: Tensor | None = None
-
-    def prepare(self) -> None:
-        self._out = self._call(*self._tensors)
-
-    def __call__(self) -> object:
-        out, self._out = self._out, None
-        assert out is not None
-        return torch.autograd.grad(out, self._tensors, self._grad)
-
-
-def _prepare(call: Callable[[], object]) -> None:
-    if isinstance(call, _Backward):
-        call.prepare()
-
-
-def passes(call: Contender, tensors: tuple[Tensor, ...], grad: Tensor) -> dict[str, Callable[[], object]]:
-    """Forward, backward and both of one contender on the same tensors."""
-    with torch.no_grad():
-        call(*tensors)
+def passes(call: Contender, tensors: tuple[Tensor, ...], grad: Tensor) -> dict[str, Timed]:
+    """Forward, backward and both of one contender on the same tensors. The backward is of a forward that is not timed:
+    one that goes through a kept graph again counts no rows.
+    """
+    made: list[Tensor] = []
 
     def forward() -> object:
         with torch.no_grad():
             return call(*tensors)
 
+    forward()
     return {
-        "forward": forward,
-        "backward": _Backward(call, tensors, grad),
-        "both": lambda: torch.autograd.grad(call(*tensors), tensors, grad),
+        "forward": (lambda: None, forward),
+        "backward": (lambda: made.append(call(*tensors)), lambda: torch.autograd.grad(made.pop(), tensors, grad)),
+        "both": (lambda: None, lambda: torch.autograd.grad(call(*tensors), tensors, grad)),
     }
 
 

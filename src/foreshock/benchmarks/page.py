@@ -15,7 +15,7 @@ from selenium.webdriver.chrome.service import Service as Chromedriver
 from selenium.webdriver.support.ui import WebDriverWait
 
 from foreshock.benchmarks import machine
-from foreshock.benchmarks.ingest import UNLIMITED, cpu_seconds, written
+from foreshock.benchmarks.ingest import UNLIMITED, written
 from foreshock.benchmarks.service import send_long_run
 from foreshock.server.testing import LiveService
 
@@ -44,17 +44,6 @@ const look = () => {
 };
 requestAnimationFrame(look);
 """
-_FOUND: Final = """
-const loads = performance.getEntriesByType("resource");
-return {
-  first_paint: performance.getEntriesByName("first-contentful-paint")[0].startTime / 1000,
-  last_chart: window.drawnAt / 1000,
-  charts: document.querySelectorAll(".chart canvas").length,
-  requests: loads.length,
-  bytes: loads.reduce((sum, one) => sum + one.encodedBodySize, 0),
-  curves: loads.filter((one) => one.name.includes("/curves")).map((one) => [one.startTime / 1000, one.duration / 1000]),
-};
-"""
 
 
 def headless(binary: str, driver: str, profile: Path) -> Chrome:
@@ -82,32 +71,18 @@ def main(json_path: Path | None = None, *, repeats: int = 7) -> dict[str, Any]:
         try:
             chrome.set_window_size(*WINDOW)
             chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": _WATCH})
-            chrome.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
             opened = [_opened(chrome, service) for _ in range(repeats)]
         finally:
             chrome.quit()
-    best = min(opened, key=lambda one: one["last_chart"])
     report = machine.header("foreshock bench page --json FILE") | {
         "window": WINDOW,
-        "seconds_to_last_chart": {"least": best["last_chart"], "median": median(one["last_chart"] for one in opened)},
-        "fastest": best,
-        "opened": opened,
+        "seconds_to_last_chart": {"least": min(opened), "median": median(opened), "opened": opened},
     }
     return written(report, json_path)
 
 
-def _opened(chrome: Chrome, service: LiveService) -> dict[str, Any]:
-    """What it takes to open the page once; seconds."""
+def _opened(chrome: Chrome, service: LiveService) -> float:
+    """The seconds until the last chart, of one time that the page is opened."""
     chrome.get("about:blank")
-    before = cpu_seconds(service), _main_thread(chrome)
     chrome.get(f"{service.url}/?runs=wide")
-    WebDriverWait(chrome, 120).until(lambda one: one.execute_script("return window.drawnAt"))
-    cpu = cpu_seconds(service) - before[0], _main_thread(chrome) - before[1]
-    found: dict[str, Any] = chrome.execute_script(_FOUND)
-    return found | {"service_cpu": round(cpu[0], 3), "main_thread_cpu": round(cpu[1], 3)}
-
-
-def _main_thread(chrome: Chrome) -> float:
-    """Processor seconds that the page's main thread has taken so far."""
-    metrics = chrome.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
-    return float(next(one["value"] for one in metrics if one["name"] == "TaskDuration"))
+    return float(WebDriverWait(chrome, 120).until(lambda one: one.execute_script("return window.drawnAt"))) / 1000

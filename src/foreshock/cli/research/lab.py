@@ -77,31 +77,26 @@ def lab_corpus(
     text: Annotated[
         str,
         typer.Argument(
-            help="bytes, byte-pairs or folders. Byte pairs are made from installed packages, or from the source files "
-            "of folders, and kept in a file."
+            help="byte-pairs or folders: byte pairs of installed packages, or of source files of folders, in a file."
         ),
-    ] = "bytes",
+    ],
     folder: Annotated[
         list[Path] | None, typer.Option(help="Folder to make the text of folders from; may be repeated.")
     ] = None,
     characters: Annotated[int, typer.Option(help="Of its text, at most.", min=1)] = 1_000_000_000,
 ) -> None:
-    """Show the text that runs on this machine are trained on, and its hash."""
+    """Make the text that runs on this machine are trained on, or show it and its hash."""
     from foreshock.cli.output import console
     from foreshock.lab import texts
 
-    if text not in ("bytes", *texts.VOCABULARIES):
-        raise ValueError(f"text {text!r} does not exist; allowed are bytes, byte-pairs and folders")
+    if text not in texts.VOCABULARIES:
+        raise ValueError(f"text {text!r} does not exist; allowed are {', '.join(texts.VOCABULARIES)}")
     if folder and text != "folders":
         raise ValueError(f"--folder is for the text of folders: foreshock lab corpus folders, not {text}")
-    if text == "bytes":
-        corpus, place = texts.standard_library(), ""
-    else:
-        folders = folder or (texts.installed() if text == "byte-pairs" else None)
-        corpus = texts.make_text(text, folders, characters) if folders else texts.read_text(text)
-        place = f"\nIt is at {texts.text_file(text)}"
-    line = f"{corpus.source}: {len(corpus.tokens):,} tokens, SHA-256 {corpus.sha256}"
-    console().print(line + place, soft_wrap=True, highlight=False)
+    folders = folder or (texts.installed() if text == "byte-pairs" else None)
+    corpus = texts.make_text(text, folders, characters) if folders else texts.read_text(text)
+    line = f"{corpus.source}: {len(corpus.tokens):,} tokens, SHA-256 {corpus.sha256}\nIt is at {texts.text_file(text)}"
+    console().print(line, soft_wrap=True, highlight=False)
 
 
 @lab.command("score")

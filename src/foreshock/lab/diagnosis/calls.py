@@ -56,10 +56,11 @@ class AttentionCall:
         return self.given._replace(mask=mask).batched().rounded(self.spec.numerics)
 
 
-class Capture:
+class Capture(ExitStack):
     """In a with block, every call of attention of a model that `foreshock.monitor.attach` watches, in order."""
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self.calls: list[AttentionCall] = []
         self._forward: str | None = None
         """the first module or call that gave or was given values that are not finite, in words"""
@@ -71,7 +72,6 @@ class Capture:
         modules = [vars(module) for module in model.modules()]
         watched = [each[LAYER_ATTRIBUTE] for each in modules if LAYER_ATTRIBUTE in each]
         self.layers: dict[int, WatchedLayer] = dict(enumerate(watched))
-        self._undo = ExitStack()
 
     def broken(self, *, finite: bool) -> str | None:
         """Where a value was the first that is not finite; `finite`: the loss is."""
@@ -84,18 +84,15 @@ class Capture:
             kept, ours = partial(self._kept, number, layer), partial(self._ours, number, layer, layer.attend)
             vars(layer).update(probed=kept, attend=ours)  # as its own attention and as our kernels compute
             for method in ("probed", "attend"):
-                self._undo.callback(vars(layer).pop, method)
+                self.callback(vars(layer).pop, method)
         for name, module in self._model.named_modules():
             if module._parameters and not module._modules:  # a module without parameters may make masks
-                self._undo.callback(module.register_forward_hook(partial(self._left, name)).remove)
+                self.callback(module.register_forward_hook(partial(self._left, name)).remove)
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 hook: Any = partial(self._trained, name)
-                self._undo.callback(parameter.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
+                self.callback(parameter.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._undo.close()
 
     def _kept(self, number: int, layer: WatchedLayer, out: Tensor, *operands: Tensor, **options: Any) -> Tensor:
         layer.head_dim = operands[0].shape[-1]  # as its own method notes, in whose place this is

@@ -255,11 +255,7 @@ def forecasts(scores: Sequence[Score]) -> dict[str, float | None]:
     }
 
 
-def lab_score(
-    paths: Sequence[Path],
-    *,
-    report: Path | None = None,
-) -> tuple[list[Score], dict[str, Any]]:
+def lab_score(paths: Sequence[Path], *, report: Path | None = None) -> tuple[list[Score], dict[str, Any]]:
     """Score every trace; the scores, and what `report` gets as JSON: traces, table, healthy steps, precision,
     forecasts.
 

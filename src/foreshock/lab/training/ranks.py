@@ -50,23 +50,14 @@ class Ranks:
 
 @contextmanager
 def launched() -> Iterator[Ranks]:
-    """This process among those that torchrun started on this host, each with a GPU of its own where there are any.
-
-    Raises ValueError for more processes than GPUs.
-    """
+    """This process among those that torchrun started on this host, each with a GPU of its own where there are any."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         yield Ranks()
         return
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        if local >= torch.cuda.device_count():
-            raise ValueError(
-                f"process {local} of this host finds {torch.cuda.device_count()} GPUs; start no more processes than "
-                "there are GPUs (torchrun --nproc-per-node)"
-            )
-        torch.cuda.set_device(local)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # raises for more processes than GPUs
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     try:
         yield Ranks(dist.get_rank(), world)

@@ -70,7 +70,6 @@ class Training:
             "run": run or f"{recipe.name}-{variant.name}-seed{seed}",
             "url": url,
             "policy": variant.policy,
-            "qk_clip": variant.qk_clip,
             "labels": labels | {"corpus": self.corpus.sha256[:16]},
             "sample_every_steps": AgentConfig.sampled_steps,
             "spool_directory": None,

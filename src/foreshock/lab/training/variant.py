@@ -5,7 +5,6 @@ from typing import Final, Literal
 
 from foreshock.contract.modes import MODES
 from foreshock.contract.wire import ModeName, Policy
-from foreshock.monitor.config import ClipWhen
 
 Numerics = Literal["kernel", "paper", "float32"]
 Backend = Literal["flash"]
@@ -24,7 +23,6 @@ class Variant:
     """False takes the bias off the keys, which changes no probability."""
     backend: Backend | None = None
     """Attention is PyTorch's own, forced to this kernel, and watched by an agent with its default settings."""
-    qk_clip: ClipWhen = "never"
 
     @property
     def cured(self) -> bool:
@@ -50,8 +48,6 @@ VARIANTS: Final = {
         Variant(name="paper", numerics="paper"),
         Variant(name="paper-rescued", numerics="paper", policy="auto"),
         Variant(name="paper-no-key-bias", numerics="paper", key_bias=False),
-        Variant(name="qk-clip", qk_clip="always"),
-        Variant(name="qk-clip-warned", qk_clip="warned"),
         *(Variant(name=each.name.replace("_", "-"), mode=each.name) for each in MODES),
         Variant(name="flash-untreated", backend="flash"),
         Variant(name="flash-rescued", policy="auto", backend="flash"),
