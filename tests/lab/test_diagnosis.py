@@ -74,8 +74,8 @@ def test_layers_of_adapters_under_a_mask_are_judged_like_any_other() -> None:
 def test_a_diagnosis_changes_neither_weights_nor_buffers() -> None:
     model, loss = left_padded()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with attach(model, url=None, spool_directory=None, quiet=True):
-        examine("here", model, loss, 1)
+    with attach(model, url=None, spool_directory=None, quiet=True) as agent:
+        examine("here", model, loss, 1, agent)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 

@@ -26,6 +26,8 @@ from foreshock.server.testing import FakeRank, LiveService, post
 _LAST_SPAN: Final = 975
 _SPAN: Final = 1024
 _REPEATS: Final = 5
+_SECONDS: Final = 10.0
+"""Of the load of 256 ranks."""
 _LINE: Final = "head.score_max"
 _CHARTS: Final = [m.key for m in HEAD_METRICS if m.chart is not None and m.chart < MORE_CHARTS]
 _PAGE: Final = ["run.loss", *(f"{key}{place}" for key in _CHARTS for place in (":0:1", ":0", ":1", ":2", ":3"))]
@@ -33,7 +35,7 @@ CURVES_OF_PAGE: Final = "line=" + "&line=".join(_PAGE)
 """What the page of a run asks for: each first chart with one head and the worst heads of four layers."""
 
 
-def main(json_path: Path | None = None, *, seconds: float = 10.0) -> dict[str, Any]:
+def main(json_path: Path | None = None) -> dict[str, Any]:
     """Measure, print and write JSON; the figures."""
     report = machine.header("foreshock bench service --json FILE")
     with (
@@ -58,9 +60,9 @@ def main(json_path: Path | None = None, *, seconds: float = 10.0) -> dict[str, A
         for number in range(200):
             _send(client, FakeRank(run=f"run-{number}", layers=12, heads=range(12)), (1,))
         report["/metrics of 202 runs"] = _cost(service, client, "/metrics")
-        paced = Load(service.url, 256, 1, seconds, "paced", every_seconds=1.0, every_steps=10)
+        paced = Load(service.url, 256, 1, _SECONDS, "paced", every_seconds=1.0, every_steps=10)
         report["256 ranks of one run, a batch a second each"] = loaded(service, paced)
-        report["256 ranks of one run"] = loaded(service, Load(service.url, 256, 1, seconds, "ranks"))
+        report["256 ranks of one run"] = loaded(service, Load(service.url, 256, 1, _SECONDS, "ranks"))
     return written(report, json_path)
 
 

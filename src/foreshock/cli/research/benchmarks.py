@@ -86,12 +86,11 @@ def bench_ingest(
 @bench.command("service")
 def bench_service(
     json: Json = None,
-    seconds: Annotated[float, typer.Option(help="Length of the load of 256 ranks in seconds.", min=1.0)] = 10.0,
 ) -> None:
     """Measure curves and /metrics at scale, ingest of 256 ranks, memory, and the size of the database."""
     from foreshock.benchmarks import service
 
-    service.main(json, seconds=seconds)
+    service.main(json)
 
 
 @bench.command("page")

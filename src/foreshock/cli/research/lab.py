@@ -22,7 +22,6 @@ def lab_run(
     ] = "untreated",
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
     steps: Annotated[int | None, typer.Option(help="Number of steps; by default the recipe's own.", min=1)] = None,
-    url: Annotated[str | None, typer.Option(help="Also send it to this service.")] = None,
     folder: Annotated[
         Path | None,
         typer.Option(
@@ -61,7 +60,6 @@ def lab_run(
             steps=steps,
             resume=resume,
             minutes=minutes,
-            url=url,
             ranks=ranks,
             say=say,
         )

@@ -86,11 +86,9 @@ def of_factory(path: str, state: str | None, batches: int) -> Source:
     return source
 
 
-def examine(
-    name: str, model: nn.Module, loss_of_next: Callable[[], Tensor], batches: int, agent: Agent | None = None
-) -> Source:
-    """Run a model that is watched on some batches, forward and backward, without a step of its optimizer. `agent`: the
-    one that watches it, where the first batch has yet to show which modules compute attention."""
+def examine(name: str, model: nn.Module, loss_of_next: Callable[[], Tensor], batches: int, agent: Agent) -> Source:
+    """Run a model that `agent` watches on some batches, forward and backward, without a step of its optimizer. The
+    first batch shows the agent which modules compute attention."""
     bad = [weight for weight, values in model.named_parameters() if not bool(values.isfinite().all())]
     source = Source(name, bad_weights=bad)
     found: dict[str, Measured] = {}
@@ -116,7 +114,7 @@ def examine(
                 found.setdefault(call.name, Measured(call)).add(call)
             except Exception as error:
                 failed[call.name] = str(error) or type(error).__name__
-        if agent is not None and number == 1 and source.broken is None:
+        if number == 1 and source.broken is None:
             agent.step(loss.detach())
         layers = capture.layers
     for number, layer in layers.items() if not bad else ():

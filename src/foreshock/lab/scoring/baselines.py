@@ -85,28 +85,12 @@ def _z_score(step: npt.NDArray[np.int64], values: Floats) -> Signal | None:
     return Signal(step, scores)
 
 
-def _loss_z(trace: Trace) -> Signal | None:
-    return _z_score(trace.steps.step, trace.steps.loss)
-
-
-def _grad_norm_z(trace: Trace) -> Signal | None:
-    return _z_score(trace.steps.step, trace.steps.grad_norm)
-
-
 def _largest_of(rows: Sequence[tuple[int, Floats | None]]) -> Signal | None:
     """The largest value of each row that knows one."""
     known = [(step, float(np.nanmax(v))) for step, v in rows if v is not None and not np.isnan(v).all()]
     if not known:
         return None
     return Signal(np.array([step for step, _ in known]), np.array([value for _, value in known]))
-
-
-def _largest_score(trace: Trace) -> Signal | None:
-    return _largest_of([(r.step, r.largest_score) for r in readings(trace)])
-
-
-def _largest_offset(trace: Trace) -> Signal | None:
-    return _largest_of([(r.step, np.abs(r.score_offset)) for r in readings(trace)])
 
 
 def blocks_met(trace: Trace) -> list[tuple[int, Floats]]:
@@ -157,14 +141,18 @@ def _while_rate_falls(steps: Floats, rates: list[tuple[int, float]], window: flo
     return np.asarray(age * (left ** (1.0 / (1.0 - power)) - 1.0))
 
 
-def _four_conditions(trace: Trace) -> Signal | None:
-    return _largest_of(blocks_met(trace))
-
-
 BASELINES: Final = (
-    Baseline("largest offset of the model", 50.0, _largest_offset),
-    Baseline("four conditions", 1.0, _four_conditions),
-    Baseline("largest score of the model", 100.0, _largest_score),
-    Baseline("gradient-norm z-score", _Z_CLIP, _grad_norm_z),
-    Baseline("loss z-score", 3.0, _loss_z),
+    Baseline(
+        "largest offset of the model",
+        50.0,
+        lambda trace: _largest_of([(each.step, np.abs(each.score_offset)) for each in readings(trace)]),
+    ),
+    Baseline("four conditions", 1.0, lambda trace: _largest_of(blocks_met(trace))),
+    Baseline(
+        "largest score of the model",
+        100.0,
+        lambda trace: _largest_of([(each.step, each.largest_score) for each in readings(trace)]),
+    ),
+    Baseline("gradient-norm z-score", _Z_CLIP, lambda trace: _z_score(trace.steps.step, trace.steps.grad_norm)),
+    Baseline("loss z-score", 3.0, lambda trace: _z_score(trace.steps.step, trace.steps.loss)),
 )

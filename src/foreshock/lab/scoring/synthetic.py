@@ -31,15 +31,13 @@ _BASE: Final = 40.0
 _HEADS_OF_A_LAYER: Final = 12
 Truth = Literal["failing", "healthy"]
 Random = np.random.Generator
-Steps = npt.NDArray[np.int64]
-Place = tuple[int | None, int | None]
 
 
 @dataclass(slots=True, kw_only=True)
 class Course:
     """What the samples of one run show; arrays [T, N], and [T] where a value is of the whole run."""
 
-    step: Steps
+    step: npt.NDArray[np.int64]
     offset: Floats
     score: Floats
     bias: Floats
@@ -137,7 +135,7 @@ def score_family(family: Family, first_seed: int = SCORING_SEED, runs: int | Non
             at = int(course.step[dangerous])
             after = np.flatnonzero(course.step[dangerous:] >= at + 3500)
             end = dangerous + int(after[0]) if len(after) else None
-        raised, named = dict[Place, int](), dict[Place, int]()
+        raised, named = dict[Any, int](), dict[Any, int]()
         for each in (verdict for _, reported in play(course, end, family.stride) for verdict in reported):
             if each.severity != "info" and each.state == "raised":
                 raised.setdefault((each.layer, each.head), each.step)
@@ -170,7 +168,7 @@ _RATES: Final[dict[str, Callable[[Floats, float], Any]]] = {
 
 def _blank(
     rng: Random,
-    steps: Steps,
+    steps: npt.NDArray[np.int64],
     *,
     heads: int,
     push: float = 0.0,

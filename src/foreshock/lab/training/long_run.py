@@ -41,7 +41,6 @@ class LongRun:
     """continue from the newest checkpoint of the folder"""
     minutes: float | None = None
     """end with a checkpoint when they are over"""
-    url: str | None = None
     every_steps: int = EVERY_STEPS
     corpus: Corpus | None = None
     ranks: Ranks = field(default_factory=Ranks)
@@ -77,9 +76,7 @@ class LongRun:
             raise ValueError(f"{self.folder} holds a run with {there[-1].name}; give --resume, or another folder")
         with ExitStack() as stack:
             asked = stack.enter_context(_noting_sigterm())
-            training = Training(
-                self.recipe, self.variant, self.seed, url=self.url, corpus=self.corpus, ranks=self.ranks
-            )
+            training = Training(self.recipe, self.variant, self.seed, corpus=self.corpus, ranks=self.ranks)
             stack.callback(training.agent.close, "failed")  # one that trained to its end is closed by then
             kept_bytes = self._take_up(training, there[-1]) if there else 0
             recorder: Recorder | None = None
