@@ -97,17 +97,15 @@ async def test_control_characters_in_texts_reach_no_log_line(service: Any, rank:
 
 
 @pytest.mark.promise("S13")
-def test_refused_batches_are_logged_with_the_reason_once_in_a_while(play: Any, monkeypatch: Any) -> None:
+async def test_refused_batches_are_logged_with_the_reason_once_in_a_while(service: Any, monkeypatch: Any) -> None:
     logged: list[Any] = []
     monkeypatch.setattr("foreshock.server.endpoint.log.warning", lambda *args, **fields: logged.append((args, fields)))
 
-    async def story(service: Any) -> None:
-        body = json.loads(FakeRank().batch(FakeRank().sample(1)).model_dump_json()) | {"run": "a\nb<img>"}
-        for _ in range(50):
-            assert (await service.client.post("/v1/batches", json=body)).status_code == 422
-        assert service.app.state.counters.batches["refused"] == 50
+    body = json.loads(FakeRank().batch(FakeRank().sample(1)).model_dump_json()) | {"run": "a\nb<img>"}
+    for _ in range(50):
+        assert (await service.client.post("/v1/batches", json=body)).status_code == 422
+    assert service.app.state.counters.batches["refused"] == 50
 
-    play(story)
     [(_, fields)] = logged
     assert "run: " in fields["why"]
     assert "is not an identifier" in fields["why"]

@@ -117,40 +117,32 @@ async def test_scrapers_that_come_within_a_second_share_one_snapshot(service: An
     assert taken == [""]
 
 
-def test_heartbeats_are_words_of_a_run_and_no_steps(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.settings(silent_run_seconds=1000000000000.0)
+async def test_heartbeats_are_words_of_a_run_and_no_steps(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [5_000.0]
     monkeypatch.setattr("foreshock.server.recorder.time.time", lambda: clock[0])
-    settings = {"silent_run_seconds": 1e12}  # the clock of the store's rows stands in another century
 
-    def told(shown: dict[tuple[str, ...], float]) -> tuple[float, float]:
-        return (
-            shown["foreshock_run_last_heard_timestamp_seconds", "run=run-1"],
-            shown["foreshock_run_last_step_timestamp_seconds", "run=run-1"],
-        )
+    async def shown() -> list[float]:
+        found = series_of((await service.client.get("/metrics")).text)
+        return [found[f"foreshock_run_last_{what}_timestamp_seconds", "run=run-1"] for what in ("heard", "step")]
 
-    async def story(service: Any) -> None:
-        async def shown() -> tuple[float, float]:
-            return told(series_of((await service.client.get("/metrics")).text))
-
-        rank, other = FakeRank(), FakeRank(rank=1)
-        await service.store(rank, rank.started())
-        assert await shown() == (5_000, 5_000), "a run that has just started has its first step before it"
-        clock[0] = 5_010
-        await service.store(rank, rank.sample(4))
-        await service.store(other, other.started(), other.sample(4))
-        clock[0] = 5_020
-        await service.store(rank, AgentHealth(step=7))
-        assert await shown() == (5_020, 5_020), "a heartbeat that tells of a new step tells that steps pass"
-        clock[0] = 9_000
-        await service.store(rank, AgentHealth(step=7))
-        await service.store(other, AgentHealth(step=4))
-        assert await shown() == (9_000, 5_020), "the process lives, and its training stands still"
-        clock[0] = 9_500
-        resumed = FakeRank(boot="b2")
-        await service.store(resumed, resumed.started(step=2), resumed.sample(3))
-        assert await shown() == (9_500, 9_500), "a resumed run steps again, though at a smaller number"
-
-    play(story, **settings)
+    rank, other = FakeRank(), FakeRank(rank=1)
+    await service.store(rank, rank.started())
+    assert await shown() == [5_000, 5_000], "a run that has just started has its first step before it"
+    clock[0] = 5_010
+    await service.store(rank, rank.sample(4))
+    await service.store(other, other.started(), other.sample(4))
+    clock[0] = 5_020
+    await service.store(rank, AgentHealth(step=7))
+    assert await shown() == [5_020, 5_020], "a heartbeat that tells of a new step tells that steps pass"
+    clock[0] = 9_000
+    await service.store(rank, AgentHealth(step=7))
+    await service.store(other, AgentHealth(step=4))
+    assert await shown() == [9_000, 5_020], "the process lives, and its training stands still"
+    clock[0] = 9_500
+    resumed = FakeRank(boot="b2")
+    await service.store(resumed, resumed.started(step=2), resumed.sample(3))
+    assert await shown() == [9_500, 9_500], "a resumed run steps again, though at a smaller number"
 
 
 @pytest.mark.promise("A11")

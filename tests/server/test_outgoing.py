@@ -159,56 +159,52 @@ def test_settings_refuse_a_url_that_may_not_be_used_and_show_none() -> None:
     assert Notifier.of(object(), Settings()) is None  # type: ignore[arg-type]
 
 
-def test_news_go_to_slack_and_to_a_webhook_in_the_same_words_and_what_is_older_than_the_service_is_not_sent(
-    play: Any, caplog: Any
+async def test_news_go_to_slack_and_to_a_webhook_in_the_same_words_and_what_is_older_than_the_service_is_not_sent(
+    service: Any, caplog: Any
 ) -> None:
     hook = Hook()
 
-    async def story(service: Any) -> None:
-        async with hook.open() as url:
-            given: dict[str, Any] = {
-                "notify_slack_url": SecretStr(url),
-                "notify_webhook_url": SecretStr(url),
-                "notify_hosts": (HOST,),
-            }
-            given |= {"token": SecretStr("a-secret-of-sixteen-or-more"), "public_url": "https://foreshock.example.org"}
-            settings = settings_with(Settings, **given, notify_gather_seconds=0.0)
-            notifier = Notifier(service.app.state.store, settings, hook.out())
-            rank = FakeRank()
-            await service.store(rank, rank.started(policy="approve"), rank.verdict(3, name="old", cause="other"))
+    async with hook.open() as url:
+        given: dict[str, Any] = {
+            "notify_slack_url": SecretStr(url),
+            "notify_webhook_url": SecretStr(url),
+            "notify_hosts": (HOST,),
+        }
+        given |= {"token": SecretStr("a-secret-of-sixteen-or-more"), "public_url": "https://foreshock.example.org"}
+        settings = settings_with(Settings, **given, notify_gather_seconds=0.0)
+        notifier = Notifier(service.app.state.store, settings, hook.out())
+        rank = FakeRank()
+        await service.store(rank, rank.started(policy="approve"), rank.verdict(3, name="old", cause="other"))
+        await notifier.turn()
+        assert hook.requests == []
+        await service.store(rank, rank.verdict(10, name="new", cause="score growth"))
+        for _ in range(2):
             await notifier.turn()
-            assert hook.requests == []
-            await service.store(rank, rank.verdict(10, name="new", cause="score growth"))
-            for _ in range(2):
-                await notifier.turn()
-            slack, webhook = (json.loads(request[1]) for request in hook.requests)
-            assert "Attention scores grow" in slack["text"]
-            assert "&amp;head=0.2" in slack["text"]  # as Slack escapes
-            assert slack["text"].replace("&amp;", "&") == webhook["message"]
-            [incident] = webhook["incidents"][rank.run]
-            assert (incident["cause"], "heads" in incident) == ("score growth", False)
+        slack, webhook = (json.loads(request[1]) for request in hook.requests)
+        assert "Attention scores grow" in slack["text"]
+        assert "&amp;head=0.2" in slack["text"]  # as Slack escapes
+        assert slack["text"].replace("&amp;", "&") == webhook["message"]
+        [incident] = webhook["incidents"][rank.run]
+        assert (incident["cause"], "heads" in incident) == ("score growth", False)
 
-    play(story)
     assert "secret-path" not in caplog.text
 
 
-def test_a_hook_that_fails_is_tried_three_times_and_its_url_is_not_logged(play: Any, monkeypatch: Any) -> None:
+async def test_a_hook_that_fails_is_tried_three_times_and_its_url_is_not_logged(service: Any, monkeypatch: Any) -> None:
     hook = Hook(b"HTTP/1.1 500 No\r\ncontent-length: 0\r\n\r\n.")
     logged: list[Any] = []
     monkeypatch.setattr("foreshock.server.notifier.log.error", lambda *args, **kwargs: logged.append((args, kwargs)))
 
-    async def story(service: Any) -> None:
-        async with hook.open() as url:
-            settings = settings_with(
-                Settings, notify_webhook_url=SecretStr(url), notify_hosts=(HOST,), notify_gather_seconds=0.0
-            )
-            notifier = Notifier(service.app.state.store, settings, hook.out(), retry_seconds=0.01)
-            await notifier.turn()
-            rank = FakeRank()
-            await service.store(rank, rank.started(), rank.verdict(10))
-            await notifier.turn()
-            assert (len(hook.requests), notifier.failed) == (3, 1)
+    async with hook.open() as url:
+        settings = settings_with(
+            Settings, notify_webhook_url=SecretStr(url), notify_hosts=(HOST,), notify_gather_seconds=0.0
+        )
+        notifier = Notifier(service.app.state.store, settings, hook.out(), retry_seconds=0.01)
+        await notifier.turn()
+        rank = FakeRank()
+        await service.store(rank, rank.started(), rank.verdict(10))
+        await notifier.turn()
+        assert (len(hook.requests), notifier.failed) == (3, 1)
 
-    play(story)
     assert "secret-path" not in str(logged)
     assert "answered 500" in str(logged)

@@ -27,26 +27,23 @@ def test_a_load_balancer_may_ask_with_head_and_gets_what_get_says_without_the_bo
             assert asked.headers["content-length"] == told.headers["content-length"] == str(len(told.content))
 
 
-def test_a_probe_needs_no_token_and_costs_one_write_a_second_however_many_ask(
-    play: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.settings(token="a-secret-of-sixteen-or-more")
+async def test_a_probe_needs_no_token_and_costs_one_write_a_second_however_many_ask(
+    service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
+    trying = service.app.state.readiness._tried
 
-    async def story(service: Any) -> None:
-        trying = service.app.state.readiness._tried
+    async def counted() -> str:
+        tried.append(1)
+        found: str = await trying()
+        return found
 
-        async def counted() -> str:
-            tried.append(1)
-            found: str = await trying()
-            return found
-
-        monkeypatch.setattr(service.app.state.readiness, "_tried", counted)
-        assert (await service.client.get("/v1/runs")).status_code == 401
-        service.app.state.readiness.same_answer_seconds = 3600.0
-        answers = await asyncio.gather(*(service.client.get("/readyz") for _ in range(50)))
-        assert {(answer.status_code, answer.json()["checks"]["store"]) for answer in answers} == {(200, "ok")}
-
-    play(story, token="a-secret-of-sixteen-or-more")
+    monkeypatch.setattr(service.app.state.readiness, "_tried", counted)
+    assert (await service.client.get("/v1/runs")).status_code == 401
+    service.app.state.readiness.same_answer_seconds = 3600.0
+    answers = await asyncio.gather(*(service.client.get("/readyz") for _ in range(50)))
+    assert {(answer.status_code, answer.json()["checks"]["store"]) for answer in answers} == {(200, "ok")}
     assert len(tried) == 1
 
 

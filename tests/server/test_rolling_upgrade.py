@@ -50,20 +50,18 @@ def newest_batch() -> dict[str, Any]:
     return batch
 
 
-def test_this_service_takes_a_newer_agents_batch_whole_and_keeps_even_the_slots_it_cannot_read(
-    play: Any, tmp_path: Path
+async def test_this_service_takes_a_newer_agents_batch_whole_and_keeps_even_the_slots_it_cannot_read(
+    service: Any, tmp_path: Path
 ) -> None:
     said = newest_batch()
 
-    async def story(service: Any) -> None:
-        answer = await service.client.post("/v1/batches", content=json.dumps(said), headers=JSON)
-        assert answer.status_code == 200, answer.text
-        found = await service.get("/v1/runs/run-1")
-        assert found["mitigation"] == "row_corrected"
-        own = await service.get("/v1/runs/run-1/matrix", metric="head.score_max")
-        assert own["values"][0][0] == FakeRank().words(1).view(np.float64)[0, 6]
+    answer = await service.client.post("/v1/batches", content=json.dumps(said), headers=JSON)
+    assert answer.status_code == 200, answer.text
+    found = await service.get("/v1/runs/run-1")
+    assert found["mitigation"] == "row_corrected"
+    own = await service.get("/v1/runs/run-1/matrix", metric="head.score_max")
+    assert own["values"][0][0] == FakeRank().words(1).view(np.float64)[0, 6]
 
-    play(story)
     with sqlite3.connect(tmp_path / "foreshock.db") as database:
         [(blob,)] = database.execute("select arrays from samples").fetchall()
     sent = wire.Array.model_validate(said["events"][1]["states"]).numpy()
@@ -180,13 +178,12 @@ def series_of(exposition: str) -> set[str]:
 
 
 @pytest.mark.parametrize("scope", ["head", "model", "of_tomorrow", None])
-def test_a_run_shows_what_a_warning_switches_where_its_agent_tells_it(play: Any, scope: str | None) -> None:
-    async def story(service: Any) -> None:
-        rank = FakeRank()
-        await service.store(rank, rank.started().model_copy(update={"switch_scope": scope}))
-        assert (await service.get("/v1/runs/run-1"))["switch_scope"] == scope
+async def test_a_run_shows_what_a_warning_switches_where_its_agent_tells_it(
+    service: Any, rank: FakeRank, scope: str | None
+) -> None:
+    await service.store(rank, rank.started().model_copy(update={"switch_scope": scope}))
+    assert (await service.get("/v1/runs/run-1"))["switch_scope"] == scope
 
-    play(story)
     with pytest.raises(ValidationError):
         wire.Started.model_validate({**FakeRank().started().model_dump(), "switch_scope": "a head!"})
 
