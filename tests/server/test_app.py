@@ -4,23 +4,26 @@ stored now."""
 import asyncio
 import re
 import shutil
+import signal
 import socket
 import sqlite3
+import time
 from collections import namedtuple
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine
+import uvicorn
+from sqlalchemy import Connection, create_engine
 from sqlalchemy.exc import OperationalError
 from structlog.testing import capture_logs
 
 from foreshock.server import app as put_together
-from foreshock.server.app import AddressError, serve
+from foreshock.server.app import AddressError, Server, serve
 from foreshock.server.settings import Settings
 from foreshock.server.store.backup import examine
-from foreshock.server.store.database import ClosingError, StoreError, repeat, unusable
+from foreshock.server.store.database import ClosingError, StoreError, give_up_if_cancelled, repeat, unusable
 from foreshock.server.testing import LiveService
 
 
@@ -152,3 +155,26 @@ async def test_a_writer_that_hangs_is_said_at_the_deadline_and_not_for_ever(serv
         assert await readiness_of(service) == (503, "no write within 0 s")
     await asyncio.sleep(0)
     assert await readiness_of(service) == (200, "ok")
+
+
+async def test_a_server_that_is_told_to_stop_ends_long_reads_and_at_once_when_it_is_told_again(service: Any) -> None:
+    config = uvicorn.Config(service.app, host="127.0.0.1", port=0, log_config=None, lifespan="off")
+    server, store = Server(config, list[str]().append), service.app.state.store
+    config.load()
+    server.lifespan = config.lifespan_class(config)
+    await server.startup()
+
+    def endless(connection: Connection) -> None:
+        while True:
+            give_up_if_cancelled(connection)
+            time.sleep(0.01)
+
+    read = asyncio.create_task(store.read(endless))
+    await asyncio.sleep(0.2)
+    for forced in (False, True):
+        server.handle_exit(signal.SIGTERM, None)
+        assert (server.should_exit, server.force_exit) == (True, forced)
+    assert not read.done()
+    await server.shutdown()
+    with pytest.raises(ClosingError):
+        await asyncio.wait_for(read, 30)
