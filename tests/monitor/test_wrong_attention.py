@@ -260,25 +260,6 @@ def test_a_flipped_bit_of_a_log_sum_exp_is_reported_when_it_moves_it_past_its_bo
     assert not any(reported[:8])
 
 
-@pytest.mark.parametrize("dtype", TYPES[:2])
-def test_a_flipped_bit_is_reported_when_it_moves_the_row_past_its_bound(dtype: torch.dtype) -> None:
-    query, key, value, grad = operands(dtype, 64, 32, 1.0, 0)
-    right = of_one(query, key, value, SDPBackend.FLASH_ATTENTION)
-    reported = []
-    for bit in range(16):
-        out = right.clone()
-        out.view(torch.int16)[1, 3, 40, 7] ^= -(2**15) if bit == 15 else 1 << bit
-        words = compared(query, key, value, grad, out)
-        found = slot_values(words, Slot.WRONG_ROWS) + slot_values(words, Slot.NONFINITE_OUTPUT_ROWS)
-        assert found[:3].tolist() == [0.0, 0.0, 0.0]
-        moved = float((out.double() - right.double()).norm() / right[1, 3, 40].double().norm())
-        reported.append(found[3])
-        if not moved < 0.2:
-            assert found[3] == 1, (bit, moved)
-    assert sum(reported) >= 3  # the sign or the exponent of this element
-    assert reported[0] == 0
-
-
 def test_nothing_is_compared_where_it_is_unknown_what_the_attention_rounds_or_drops() -> None:
     query, key, value, grad = operands(torch.bfloat16, 32, 16, 1.0, 0)
     for options in ({"dropout_p": 0.1}, {"rounds": "unknown"}):

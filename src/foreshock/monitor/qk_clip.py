@@ -136,14 +136,14 @@ class QKClip:
 
     def _add(self, side: HeadRows, place: int, parts: dict[torch.dtype, tuple[list[Tensor], list[int]]]) -> None:
         """Add the rows of each head that this process stores; `place` is the index of the first head's factor."""
-        for name, parameter, offset in _of(side):
+        for name, parameter in _of(side):
             held = local_tensor(parameter)
             self._sources.append((side.holder, name, parameter, held.data_ptr()))
             views, places = parts.setdefault(held.dtype, ([], []))
             dim = 1 if held.dim() == 2 and is_conv1d(side.holder) else 0
             low, high = spans_of(parameter)[dim]
             for head, first in enumerate(side.starts):
-                start, stop = max(first + offset - low, 0), min(first + offset + side.head_dim, high) - low
+                start, stop = max(first - low, 0), min(first + side.head_dim, high) - low
                 if start < stop:
                     views.append(held[:, start:stop] if dim else held[start:stop])
                     places.append(place + head)
@@ -273,18 +273,18 @@ def _why_refused(projection: Projection | str, device: torch.device) -> str | No
 def parameters_of(projection: Projection) -> Iterator[nn.Parameter]:
     """Yield the weights and biases of queries and keys."""
     for side in projection.sides:
-        yield from (parameter for _, parameter, _ in _of(side))
+        yield from (parameter for _, parameter in _of(side))
 
 
-def _of(side: HeadRows) -> Iterator[tuple[str, nn.Parameter, int]]:
-    """Yield the weight and the bias of one side: name, parameter, and offset of its first row in the weight's rows."""
+def _of(side: HeadRows) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the weight and the bias of one side, by name."""
     weight = stored(side.holder, side.weight)
     if isinstance(weight, nn.Parameter):
-        yield side.weight, weight, 0
+        yield side.weight, weight
     name = "in_proj_bias" if isinstance(side.holder, nn.MultiheadAttention) else "bias"
     bias = stored(side.holder, name)
     if isinstance(bias, nn.Parameter):
-        yield name, bias, len(weight) if side.weight == "k_proj_weight" and isinstance(weight, Tensor) else 0
+        yield name, bias
 
 
 def group_of_replicas(given: "torch.distributed.ProcessGroup | None") -> "torch.distributed.ProcessGroup | None":

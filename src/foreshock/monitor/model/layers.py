@@ -238,13 +238,11 @@ def projections(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> 
         return Projection(layout, of_query, of_key, module)
 
     if isinstance(module, nn.MultiheadAttention):
-        fused = getattr(module, "_qkv_same_embed_dim", True)  # a subclass may leave its parent's constructor out
-        names = ("in_proj_weight",) * 2 if fused else ("q_proj_weight", "k_proj_weight")
-        if any(hasattr(type(module), name) for name in names):
-            return []  # computed by a property, a parametrization's for example
-        layout = "fused Q, K, V (in_proj_weight)" if fused else f"separate ({', '.join(names)})"
-        keys = [module.embed_dim + start for start in blocks] if fused else blocks
-        return [placed(layout, (module, names[0], blocks), (module, names[1], keys))]
+        name = "in_proj_weight"
+        if stored(module, name) is None:
+            return []  # in three parts, or computed by a property, a parametrization's for example
+        keys = [module.embed_dim + start for start in blocks]
+        return [placed("fused Q, K, V (in_proj_weight)", (module, name, blocks), (module, name, keys))]
     group, wide = heads // kv_heads, heads * head_dim
     behind = [wide + start for start in kv_blocks]
     of_queries = [((h // group) * (group + 2) + h % group) * head_dim for h in range(heads)]
