@@ -73,11 +73,11 @@ def confirmed(call: Call, proposed: Sequence[Projection]) -> tuple[Projection, b
     given = [call.query, call.key, *call.outputs.values()]
     if not call.outputs or not all(x.size and np.isfinite(x).all() and x.any() for x in given):
         raise InconclusiveCallError
-    used, shared = features(call)
+    shared = shared_features(call)
     for projection in proposed:
-        key = call.key[..., used & ~shared]
+        key = call.key[..., ~shared]
         sides = [
-            (projection.query, call.query[..., used & ~shared]),
+            (projection.query, call.query[..., ~shared]),
             (projection.key, key),
             (projection.query_of_shared, call.query[..., shared]),
         ]
@@ -88,12 +88,10 @@ def confirmed(call: Call, proposed: Sequence[Projection]) -> tuple[Projection, b
     raise ValueError("in no known order do {}, {} heads of {} features".format(of, *call.query.shape[1:]))
 
 
-def features(call: Call) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Which features are not zeros that fill a head up, and of which all heads share the keys."""
-    keys = call.key
-    used = np.any(call.query, axis=(0, 1)) | np.any(keys, axis=(0, 1))
-    differ = np.any(keys != keys[:, :1])
-    return used, used & differ & np.all(keys == keys[:, :1], axis=(0, 1))
+def shared_features(call: Call) -> npt.NDArray[np.bool_]:
+    """The features whose keys all heads share, if the heads differ in others."""
+    same: npt.NDArray[np.bool_] = np.all(call.key == call.key[:, :1], axis=(0, 1))
+    return same & ~same.all()
 
 
 def _gives(side: HeadRows | None, part: Numbers, call: Call) -> bool:
@@ -274,12 +272,9 @@ class LayoutCheck:
     def _now(self) -> list[tuple[Any, ...]]:
         """What makes a projection another than it was: a wrapper round it, adapters, a computed weight, a new
         forward."""
-        modules = [] if self._owner is None else list(self._owner.children())
-        if self._found is not None and self._found.query.holder is self._owner:
-            modules.append(self._owner)
-        return [
-            (each, type(each), "forward" in vars(each), has_adapters(each), stored(each) is None) for each in modules
-        ]
+        there = dict(self._owner.named_children()) if self._owner is not None else {}
+        modules = ((there.get(each.name) is each.holder, each.holder) for each in self._noted)
+        return [(own, type(it), "forward" in vars(it), has_adapters(it), stored(it) is None) for own, it in modules]
 
     def _prove(self, given: Sequence[Tensor] | Exception) -> Projection:
         """Where the weights lie, as a call shows it. Raises as `confirmed`, and what kept the call from being noted."""
@@ -302,8 +297,8 @@ class LayoutCheck:
         owner, found = self._owner, self._found
         assert owner is not None
         if found is None:
-            used, shared = features(call)
-            proposed = latent_projections(owner, self._heads, int((used & ~shared).sum()), int(shared.sum()))
+            shared = shared_features(call)
+            proposed = latent_projections(owner, self._heads, int((~shared).sum()), int(shared.sum()))
         else:
             sizes = len(found.query.starts), len(found.key.starts), found.query.head_dim
             proposed = [found, *(each for each in projections(owner, *sizes) if each != found)]

@@ -153,14 +153,7 @@ _HEAD_DIM: Final = (
     "hidden_size_per_attention_head",  # Megatron
     "hidden_size_per_attention_head_k",  # TransformerEngine
     "head_dim",
-    "head_size",
-    "d_head",
-    "dim_head",
-    "attention_head_size",
-    "d_k",
-    "key_dim",
 )
-_WIDTH: Final = ("n_embd", "embed_dim", "hidden_size", "d_model", "all_head_size")
 _CONFIGS: Final = ("config", "cfg", "args", "model_args")
 
 
@@ -274,7 +267,7 @@ def _describe(
     kv_heads = shown.kv_heads if shown is not None and shown.kv_heads < heads else kv_heads
     kv_heads = kv_heads if heads % (kv_heads or heads) == 0 else 0
     head_dim = shown.head_dim if shown is not None else _number(owner, _HEAD_DIM) or 0
-    head_dim = sizes_by_width(owner, heads, kv_heads, head_dim)[1] or (_number(owner, _WIDTH) or 0) // heads
+    head_dim = sizes_by_width(owner, heads, kv_heads, head_dim)[1]
     if head_dim and (of_all := all_query_heads(owner, head_dim)) > heads:  # it has the number of its own rank's heads
         heads, kv_heads = of_all, of_all * kv_heads // heads
     kv_heads, _ = sizes_by_width(owner, heads, kv_heads, head_dim)
