@@ -71,22 +71,6 @@ def test_a_service_that_asks_what_is_watched_is_told_in_the_next_batch_but_not_i
         assert {event["step"] for event in server.events("started")} == {STARTED.step}
 
 
-@pytest.mark.promise("S16")
-def test_nobody_says_for_a_dead_process_what_it_watched(tmp_path: Path, quick_retries: None) -> None:
-    dead = started_sender(closed_port(), tmp_path, boot="1-0-dead")
-    send(dead, 1)
-    dead.close(IN_ORDER_SECONDS)
-    with hostile_server(acknowledge) as server:
-        server.asks_for = "1-0-dead"
-        own = started_sender(server.url, tmp_path, boot="2-0-beef", heartbeat_seconds=0.1)
-        time.sleep(0.2)  # past the time within which nobody would tell it again anyway
-        own.put(STARTED)
-        eventually("the dead one's are sent", lambda: server.sequences("1-0-dead") == [1])
-        send(own, 2)
-        own.close(5)
-        assert len(server.events("started")) == 1
-
-
 @pytest.mark.promise("A2")
 @pytest.mark.parametrize("behaviour", [hang, drip, close_mid_body, endless])
 def test_a_slow_or_broken_answer_ends_at_the_deadline_and_the_batch_is_sent_again(

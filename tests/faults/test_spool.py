@@ -4,7 +4,6 @@ import errno
 import hashlib
 import json
 import os
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -374,37 +373,29 @@ def test_what_is_no_spool_is_named_and_left_as_it_is(
         assert file.read(len(precious)) == precious
 
 
-def modes(folder: Path) -> list[int]:
-    return [stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*"))]
-
-
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
-@pytest.mark.promise("A17")
-def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
-    tmp_path.chmod(mode)
-    with pytest.raises(PermissionError) as refused:
-        PrivateFolder(tmp_path)
-    assert f"{tmp_path} may be written to by others (mode {mode:o})" in str(refused.value.strerror)
-    assert "chmod go-w" in str(refused.value.strerror)
+MODES = (0o777, 0o1777, 0o770, 0o702)
 
 
 @pytest.mark.promise("A17")
-def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(PermissionError, match="belongs to user") as refused:
-        PrivateFolder(tmp_path)
-    assert f"belongs to user {tmp_path.stat().st_uid}, not to user" in str(refused.value.strerror)
-
-
-@pytest.mark.parametrize("kind", ["a link", "a file"])
-@pytest.mark.promise("A17")
-def test_a_link_or_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path, kind: str) -> None:
-    place, own = tmp_path / "place", tmp_path / "own"
-    own.mkdir(mode=0o700)
-    place.symlink_to(own) if kind == "a link" else place.write_text("")
+@pytest.mark.parametrize("kind", [*MODES, "of another user", "a link", "a file"])
+def test_a_folder_that_others_may_write_to_or_own_and_what_is_no_folder_are_refused(
+    kind: str | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (own := tmp_path / "own").mkdir(mode=0o700)
+    place, why = tmp_path / "place", "is not a folder; links are not followed"
+    if isinstance(kind, int):
+        (place := own).chmod(kind)
+        why = f"{own} may be written to by others (mode {kind:o})"
+    elif kind == "of another user":
+        place, user = own, own.stat().st_uid
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+        why = f"belongs to user {user}, not to user"
+    else:
+        place.symlink_to(own) if kind == "a link" else place.write_text("")
     with pytest.raises(PermissionError) as refused:
         PrivateFolder(place)
-    assert "is not a folder; links are not followed" in str(refused.value.strerror)
+    assert why in str(refused.value.strerror)
+    assert not isinstance(kind, int) or "chmod go-w" in str(refused.value.strerror)
     assert list(own.iterdir()) == []
 
 

@@ -4,7 +4,7 @@ Without either, its files are left to test_interpreter.py, which runs them in a 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import pytest
@@ -68,3 +68,21 @@ def kernels_serve_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if not torch.cuda.is_available():
         monkeypatch.setattr(op, "_kernels", lambda query, spec: op._triton() if spec.numerics == "kernel" else None)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls are made as on a GPU of compute capability 9.0 by who asks for nothing; none is remembered, nothing was
+    given up yet, and gradients may differ in their bits."""
+    from foreshock.kernels.flash_attention import launch
+    from foreshock.kernels.flash_attention.triton_kernels import hopper
+
+    monkeypatch.setattr(launch, "_CALLS", {})
+    monkeypatch.setattr(launch, "_capability", lambda device: 90)
+    for one in (hopper.FORWARD, hopper.BACKWARD):
+        monkeypatch.setattr(one, "failed", set())
+    monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(before)

@@ -22,14 +22,7 @@ from foreshock.kernels.flash_attention.triton_kernels import forward, hopper
 Shape = tuple[int, int, int]
 
 
-@pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are made as on a GPU of compute capability 9.0 by who asks for nothing; none is remembered, and nothing was
-    given up yet."""
-    monkeypatch.setattr(launch, "_CALLS", {})
-    monkeypatch.setattr(launch, "_capability", lambda device: 90)
-    monkeypatch.setattr(hopper.FORWARD, "failed", set())
-    monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
+pytestmark = pytest.mark.usefixtures("on_hopper")
 
 
 def tensors(

@@ -2,7 +2,6 @@
 
 import re
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,7 @@ SHARED_MEMORY = 232_448
 CORRECTED, TRITON = ["rows", "dQ of corrected heads"], ["rows", "dQ", "dK, dV"]
 
 
-@pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls are made as on a GPU of compute capability 9.0 by who asks for nothing; none is remembered, nothing was
-    given up yet, and gradients may differ in their bits."""
-    monkeypatch.setattr(launch, "_CALLS", {})
-    monkeypatch.setattr(launch, "_capability", lambda device: 90)
-    monkeypatch.setattr(hopper.BACKWARD, "failed", set())
-    monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)
-    yield
-    torch.use_deterministic_algorithms(before)
+pytestmark = pytest.mark.usefixtures("on_hopper")
 
 
 class Problem:

@@ -192,20 +192,6 @@ class OfAnotherMake(CausalSelfAttention):
         return sageattn(query, key, value)
 
 
-class WithoutItsParentsConstructor(nn.MultiheadAttention):
-    """It makes its own weights."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.embed_dim, self.num_heads, self.head_dim = 16, 2, 8
-        self.in_proj_weight = nn.Parameter(torch.randn(48, 16))
-
-
-def test_a_subclass_of_multihead_attention_that_makes_its_own_weights_is_found() -> None:
-    with attach(nn.Sequential(WithoutItsParentsConstructor()), **EVERY_STEP) as agent:
-        assert "in_proj_weight" in agent.report()
-
-
 def test_layers_that_share_one_module_count_together() -> None:
     torch.manual_seed(0)
     shared = CausalSelfAttention(16, 2)

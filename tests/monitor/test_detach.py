@@ -275,16 +275,6 @@ def test_an_implementation_that_is_set_in_the_middle_of_a_run_counts_on(attentio
     assert model.config._attn_implementation == "eager"
 
 
-def test_attention_weights_asked_of_an_eager_model_are_given() -> None:
-    model: Any = llama()
-    model.set_attn_implementation("eager")
-    expected = model(X, output_attentions=True).attentions
-    with attach(model, **EVERY_STEP):
-        got = model(X, output_attentions=True).attentions
-    assert len(got) == 2
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
 @pytest.mark.parametrize("attention", WAYS)
 def test_a_second_thread_with_a_model_of_its_own_miscounts_nothing(attention: str) -> None:
     meeting, models = threading.Barrier(2), [tiny_gpt(seed=seed) for seed in range(2)]

@@ -270,6 +270,7 @@ def test_a_collector_gets_each_process_s_numbers_and_warnings_under_the_names_of
 
 def test_a_collector_that_is_not_there_costs_the_training_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     monkeypatch.setattr(AgentConfig, "close_seconds", 0.1)
     assert trained(4, mirror="otlp").current_step == 4
 
