@@ -139,7 +139,7 @@ def test_the_table_of_monitors_has_the_figures_of_the_report() -> None:
         row = measured[named[name]]
         never_quiet = row["false_alarms"] > row["possible_alarms"] / 2
         range_of = f"{row['median_lead']:,.0f} ({row['least_lead']:,.0f} to {row['most_lead']:,.0f})"
-        assert (int(warned), lead) == (row["warned"], "rings all the time" if never_quiet else range_of), name
+        assert (int(warned), lead) == (row["warned"], "alarms all the time" if never_quiet else range_of), name
         assert int(false_alarms) == row["false_alarms"], name
 
 
