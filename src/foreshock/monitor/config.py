@@ -58,7 +58,7 @@ class AgentConfig(BaseSettings):
     token: SecretStr | None = None
     """Token of the service, with the scope `ingest`."""
     token_file: Path | None = None
-    """File that holds the token. It is read again when the service refuses the token."""
+    """File with the token. The agent reads it again when the service refuses the token."""
 
     rank: int = Field(default=0, ge=0, lt=10**6, validation_alias=AliasChoices("FORESHOCK_RANK", "RANK", "rank"))
     """Number of this process among the run's processes."""
@@ -93,15 +93,16 @@ class AgentConfig(BaseSettings):
     qk_clip_threshold: float = Field(default=100.0, gt=0, allow_inf_nan=False)
     """QK-Clip does not change heads up to this largest score."""
     numerics: Numerics = "auto"
-    """How foreshock's attention rounds. auto: as the operands do (kernel for 16 bits, also under autocast). A name
-    holds for every call: kernel rounds as FlashAttention-2 does, paper as arXiv 2510.04212 does, float32, float64."""
+    """How foreshock's attention rounds. auto: as the operands do (kernel for 16 bits, also under autocast). Any other
+    value applies to every call: kernel rounds as FlashAttention-2 does, paper as arXiv 2510.04212 does, float32,
+    float64."""
 
     attention: Served = "keep"
     """Who computes the attention. keep: the model's own attention runs unchanged, and a sample of its rows is measured;
     only a switch moves a layer onto foreshock's kernels. kernels: these compute and count every row; unsupported calls
     run natively."""
     probe_rows: int = Field(default=4096, ge=1, le=2**20)
-    """Rows of each head that a measured step reads with native attention."""
+    """Rows of each head that the agent measures in a sampled step, with native attention."""
 
     # with a head that doubles in 1,000 steps, samples of so many steps leave one warning before 512
     sample_every_steps: int | None = Field(default=None, ge=1, le=1000)

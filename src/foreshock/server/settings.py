@@ -74,14 +74,14 @@ class Settings(BaseSettings):
         default=(), description="Host names to answer to; empty: loopback names without a token, any with one"
     )
     trusted_proxies: tuple[Annotated[str, AfterValidator(_network)], ...] = Field(
-        default=(), description="addresses or networks whose X-Forwarded-For and X-Forwarded-Proto are believed"
+        default=(), description="addresses or networks whose X-Forwarded-For and X-Forwarded-Proto are trusted"
     )
     database_url: str = Field(  # never shown, because it may contain a password
         default="sqlite:///foreshock-data/foreshock.db", repr=False, description="sqlite:/// or postgresql://"
     )
     migrate: bool | None = Field(default=None, description="bring the schema up to date at start; default: SQLite only")
 
-    token: SecretStr | None = Field(default=None, description="a secret that may do everything")
+    token: SecretStr | None = Field(default=None, description="a secret with all rights")
     tokens: tuple[Token, ...] = Field(default=(), description="JSON list of hashed, scoped tokens")
 
     max_series: int = Field(default=50_000, ge=100, description="series in /metrics; the rest is dropped and counted")
