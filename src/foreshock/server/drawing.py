@@ -290,7 +290,7 @@ def matrix(
 
 
 def _measured(connection: Connection, axis: Axis, run_id: int, metric: Metric, step: int) -> tuple[int | None, Floats]:
-    """Return the values of a metric at `step`, for a spectral norm the last measured, and the step of measurement."""
+    """Return the step of measurement and a metric's values at `step`; for a spectral norm the last measured ones."""
     own, names = LIVE_SAMPLES.where(samples.c.run_id == run_id), arrays_of(metric)
     steps = own.with_only_columns(samples.c.step).order_by(None).where(samples.c.step <= step).distinct()
     last = steps.order_by(samples.c.step.desc()).limit(_LOOK_BACK if metric.head and metric.head.now_and_then else 1)
@@ -308,7 +308,7 @@ def _measured(connection: Connection, axis: Axis, run_id: int, metric: Metric, s
 def _rolled_up(
     connection: Connection, axis: Axis, run_id: int, metric: Metric, before: int, built: set[int]
 ) -> tuple[int | None, Floats]:
-    """Return the last values of the newest bucket that ends before a step and has any, and the bucket's last step."""
+    """Return the last step and the last values of the newest bucket that ends before `before` and has values."""
     own = rollups.c.run_id == run_id, rollups.c.metric == metric.key, rollups.c.layer == WHOLE
     newest = select(func.max(rollups.c.span)).where(*own, rollups.c.span < before // SPAN)
     for span in (before // SPAN, connection.execute(newest).scalar()):

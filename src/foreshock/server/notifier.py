@@ -316,7 +316,7 @@ class Notifier:
 
 
 def _is_sent(event: RunEvent, in_incident: bool) -> bool:
-    """Whether an event other than an incident is sent, unless an incident of the same run already reports it."""
+    """Whether to send an event that is not an incident; not if an incident of the same run already reports it."""
     if event.switched is not None:
         return event.switched.outcome == "refused" or (event.switched.outcome == "applied" and not in_incident)
     if event.command is None:

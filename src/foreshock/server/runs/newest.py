@@ -81,7 +81,7 @@ Ranks = Mapping[int, RankHeads]
 
 
 def concerned(heads: Collection[HeadRef] | None, ranks: Ranks) -> set[int]:
-    """Return the ranks that must answer an order for these heads (None: every head): active ranks with such heads."""
+    """Return the ranks that must answer an order for these heads (None: every head): active ones that may have them."""
     return {rank for rank, own in ranks.items() if not own.finished and own.may_hold(heads)}
 
 
@@ -95,7 +95,7 @@ def all_ended(heads: Collection[HeadRef] | None, ranks: Ranks) -> bool:
 
 
 def nobody_left(heads: Collection[HeadRef] | None, ranks: Ranks) -> bool:
-    """Whether no active rank can carry out an order for these heads (None: every head)."""
+    """Whether it is certain that no active rank can carry out an order for these heads (None: every head)."""
     return bool(ranks) and not concerned(heads, ranks)
 
 

@@ -78,7 +78,7 @@ class BusyError(Exception):
 
 
 class LeftError(Exception):
-    """The caller left before its turn came."""
+    """The caller disconnected before its turn came."""
 
 
 class Turns:
@@ -348,7 +348,7 @@ class Store:
         await self.write(_upgrade)
 
     async def check_schema(self) -> None:
-        """Raises StoreError unless the schema is exactly this version's."""
+        """Raise StoreError unless the schema is exactly this version's."""
         current, head = await self.revision(), _migrations().get_current_head()
         if current != head:
             raise StoreError(

@@ -1,9 +1,10 @@
 """Finds the newest process start of each rank: only these receive orders, and their steps replace older ones.
 
-A generation is the set of processes that one launch starts: at most one per rank, all with the same world size. From
-the first step of the newest generation on, samples of older generations are ignored, even those of ranks that the
-newest one lacks. Launchers give no launch id that all ranks share (torchrun counts restarts on each node), so
-`arranged` derives generations from world size, rank, age and silence.
+A process start is one process of a rank, from its start to its end; the wire format calls its id `boot`. A generation
+is the set of processes that one launch starts: at most one per rank, all with the same world size. From the first step
+of the newest generation on, samples of older generations are ignored, even those of ranks that the newest one lacks.
+Launchers give no launch id that all ranks share (torchrun counts restarts on each node), so `arranged` derives
+generations from world size, rank, age and silence.
 
 Process starts are ordered by the service's clock: the arrival of the first batch, minus the age that the agent sent
 with it (wire.AGE_HEADER, from its monotonic clock). The node's wall clock, which is part of the boot's name, decides
@@ -33,9 +34,10 @@ _TOGETHER_SECONDS: Final = 30.0
 
 
 def place_of(began: float | None, boot: str) -> bytes:
-    """Return the sort key of a process start, as bytes: ordered by its begin, then by its name.
+    """Return the sort key of a process start, as bytes: ordered by its start time, then by its name.
 
-    began: Unix seconds; None if its agent sent no age. Then the time in its name is used; without one it sorts first.
+    began: the start time in Unix seconds; None if its agent sent no age. Then the time in its name is used; without one
+    it sorts first.
     """
     named = _WALL_CLOCK.match(boot)
     by_name = int(named[1]) / 1000 if named else 0.0
@@ -176,10 +178,10 @@ def _lives_next_to(older: Row[Any], own: Row[Any]) -> bool:
 
 
 def began_at(now: float, age_seconds: float, before: Row[Any] | None) -> float:
-    """Return the begin, in Unix seconds, of a process start of this age that sent its own batch.
+    """Return the start time, in Unix seconds, of a process of this age that sent its own batch.
 
-    before: the newest process start of its run so far. If that one began in the future, the clock was wrong; the new
-    one then gets a begin just after it.
+    before: the newest process start of its run so far. If that one started in the future, the clock was wrong; the new
+    one then gets a start time just after it.
     """
     latest = 0.0 if before is None or before.replayed else _SECONDS.unpack_from(before.place)[0]
     return latest + _LEAST_SECONDS if latest > now else now - age_seconds
