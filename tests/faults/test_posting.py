@@ -202,7 +202,7 @@ def test_what_is_lost_without_a_spool_is_told_at_the_end_with_what_kept_the_last
     to.dropped["queue_full"] += 3
     to.close(IN_ORDER_SECONDS)
     assert any(
-        "no spool is set: " in line and "SSL_CERT_FILE=/nope/ca.pem cannot be used" in line for line in said(caplog)
+        "no spool is set" in line and "SSL_CERT_FILE=/nope/ca.pem cannot be used" in line for line in said(caplog)
     )
     assert "foreshock: events that were never sent: 3 (queue_full)" in said(caplog)
 

@@ -85,7 +85,7 @@ def test_the_report_answers_in_ten_lines_and_names_both_failures_with_a_remedy()
 def test_a_model_without_attention_is_told_as_unwatched_and_not_as_safe() -> None:
     seen = assess(nn.Linear(2, 2))
     assert sentences(seen) == ["Watched"]
-    assert "no layer" in str(seen)
+    assert "0 layers" in str(seen)
     assert seen.key_bias == "unknown"
     assert not seen.open_to_rounding
 
@@ -174,7 +174,7 @@ def test_a_sample_batch_shows_what_the_model_alone_does_not(make: Any, start: st
 def test_the_type_of_scores_is_that_of_the_batch_and_eager_float16_is_warned_of() -> None:
     model, loss = eager()
     seen = foreshock.assess(model, loss=loss)
-    assert "overflow past 65,504" in line(seen, "Scores")
+    assert "overflow beyond 65,504" in line(seen, "Scores")
     assert "GradScaler" in line(seen, "Loss scale")
     assert "attention ran in float16" in line(seen, "Types")
     assert "(float16, causal" in line(seen, "Attention")

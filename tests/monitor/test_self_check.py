@@ -66,7 +66,7 @@ def test_each_version_of_the_kernels_that_may_serve_is_compared(monkeypatch: pyt
     assert difference(Kind("cpu", "float32", "float32", 16, 2)) is None
     turns.clear()
     monkeypatch.setattr(self_check, "flash_attention", wrong)
-    assert "the output of our kernels is off" in str(difference(Kind("cpu", "float32", "float32", 16, 2)))
+    assert "the output of foreshock's kernels is off" in str(difference(Kind("cpu", "float32", "float32", 16, 2)))
     assert turns == [(16, 2)] * 2
 
 
@@ -113,7 +113,7 @@ def test_a_kernel_that_differs_in_any_way_is_found(
     monkeypatch.setattr(self_check, "flash_attention", wrong)
     told = difference(Kind("cpu", dtype, numerics, 16, 1, "top_left"))
     assert told is not None
-    assert "of our kernels is off by" in told
+    assert "of foreshock's kernels is off by" in told
 
 
 def test_the_training_draws_the_same_random_numbers_and_is_in_no_other_way_touched() -> None:
@@ -138,7 +138,7 @@ def test_a_comparison_that_fails_proves_nothing_and_says_so(monkeypatch: pytest.
 
     monkeypatch.setattr(self_check, "flash_attention", broken)
     told = why_not_proven("cpu", "float32", "float32", 16, 1)
-    assert told == "the comparison with our kernels failed: RuntimeError: no such kernel"
+    assert told == "the check of foreshock's kernels failed: RuntimeError: no such kernel"
 
 
 WAYS: dict[str, Any] = {
@@ -170,10 +170,10 @@ def test_a_kernel_that_differs_serves_no_call_and_the_reason_stands_in_the_repor
     if switched:
         [answer] = listener.of(wire.Switched)
         assert answer.outcome == "refused"
-        assert "the gradient of the keys of our kernels is off by" in answer.reason
+        assert "the gradient of the keys of foreshock's kernels is off by" in answer.reason
         assert set(agent.modes().values()) == {"plain"}
     elif way == "eager":
-        assert "of our kernels is off by" in report
+        assert "of foreshock's kernels is off by" in report
     assert "mitigation row_corrected will be refused in " in report
 
 

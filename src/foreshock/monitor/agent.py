@@ -230,8 +230,8 @@ class Agent:
 
         loss: the step's raw loss in nats, a number or one-element tensor (read later, without waiting for the device).
         grad_norm: the gradient's norm before clipping, in the same form. learning_rate: learning rate of this step.
-        step: the run's own step number; by default one more than the last. The first one sets where the run is. Numbers
-        may be skipped; if a number is lower than the last, counting continues from the last.
+        step: the run's own step number; by default one more than the last. The first number is the starting point.
+        Numbers may be skipped; if a number is lower than the last, counting continues from the last.
 
         Arguments that are omitted are recorded as unknown. Raises ValueError if no supported attention ran although
         QK-Clip, `strict` or a policy that switches heads needs it. Other errors are raised only with `strict`.
@@ -313,28 +313,28 @@ class Agent:
         self._guards["switch"].run(lambda: self._switchboard.obey_some(self._outbox.commands(), self.current_step))
 
     def _publish(self, result: DetectorResult) -> None:
-        counted, said, risk, self._active, self.readings, undecided = result
+        counted, verdicts, risk, self._active, self.readings, undecided = result
         if counted.broken_step is not None:
             self._crisis.begin(self.current_step)
         self._guards["sample"].run(self._record_coverage, counted)
         self._guards["sample"].run(lambda: self._outbox.emit_sample(SampleDraft(counted, risk)))
-        for verdict in said:
+        for verdict in verdicts:
             self._outbox.emit(verdict)
             if verdict.state == "raised" and verdict.signal in (LEVEL, KERNEL):
                 self._crisis.begin(self.current_step)
-        if undecided or any(v.state == "raised" and v.severity != "info" for v in said):
+        if undecided or any(v.state == "raised" and v.severity != "info" for v in verdicts):
             self._schedule.watch_closely(self.current_step)
-        if said:
+        if verdicts:
             console, modes = self._console, self._switchboard.named
             self._guards["console"].run(
-                lambda: console.log_lines(console.lines_for(said, modes, self._clipping.state, self._outbox.page))
+                lambda: console.log_lines(console.lines_for(verdicts, modes, self._clipping.state, self._outbox.page))
             )
         if self.config.policy != "observe":
-            self._guards["policy"].run(self._switchboard.act, said, self.config, self.current_step)
-        self._guards["qk_clip"].run(self._clipping.follow, said, step=self.current_step)
-        self._saves.follow(said, self._active)
+            self._guards["policy"].run(self._switchboard.act, verdicts, self.config, self.current_step)
+        self._guards["qk_clip"].run(self._clipping.follow, verdicts, step=self.current_step)
+        self._saves.follow(verdicts, self._active)
         if self.config.save_on_warning and self.config.rank == 0:
-            protected = self._guards["checkpoints"].run(self._checkpoints.follow, said, self._active)
+            protected = self._guards["checkpoints"].run(self._checkpoints.follow, verdicts, self._active)
             if protected is not None:
                 self._outbox.emit(protected)
 

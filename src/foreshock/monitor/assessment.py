@@ -161,14 +161,14 @@ def _run(model: nn.Module, watched: Sequence[Found], loss: Callable[[], Tensor])
 def _checked(device: str, watched: Sequence[Found], dtype: torch.dtype) -> list[str]:
     """Check PyTorch's attention on random inputs of the model's shapes; return lines with the results."""
     shapes = sorted({(each.heads, each.kv_heads or each.heads, each.head_dim or 64) for each in watched})[:_SHAPES]
-    said = []
+    lines = []
     for heads, kv_heads, head_dim in shapes:
         shape = f"with {heads} heads of {head_dim} on {device} in {_name(dtype)}"
         wrong = wrong_attention(heads, kv_heads, head_dim, dtype, device)
-        said += [f"Wrong attention: PyTorch's {shape}: {what}." for what in wrong]
+        lines += [f"Wrong attention: PyTorch's {shape}: {what}." for what in wrong]
         if not wrong:
-            said.append(f"Checked: PyTorch's attention {shape}: output and gradients are within rounding of float64.")
-    return said
+            lines.append(f"Checked: PyTorch's attention {shape}: output and gradients are within rounding of float64.")
+    return lines
 
 
 def _wrong(words: Words, agent: Any) -> list[str]:
@@ -198,8 +198,8 @@ def _scores(watched: Sequence[Found], dtype: torch.dtype | None) -> list[str]:
     lines = []
     if eager and dtype == torch.float16:
         lines = [
-            "Scores: eager attention multiplies queries and keys in float16 before it scales them: they overflow past "
-            "65,504.",
+            "Scores: eager attention multiplies queries and keys in float16 before it scales the products, which "
+            "overflow beyond 65,504.",
             '  Remedy: attn_implementation="sdpa", or bfloat16.',
         ]
     elif eager and dtype == torch.bfloat16:
@@ -232,8 +232,8 @@ def _name(dtype: torch.dtype) -> str:
 def _watching(found: Sequence[Found], watched: Sequence[Found]) -> str:
     if not found:
         return (
-            "Watched: no layer. No module of the model looks like attention; the first step will show whether one "
-            "computes it."
+            "Watched: 0 layers. The model does not have a module that looks like attention; the first step will show "
+            "whether one computes it."
         )
     sizes = Counter(f"{each.heads} heads of {each.head_dim or '?'}" for each in watched)
     shapes = ", ".join(f"{count} with {size}" for size, count in sizes.items())
@@ -257,9 +257,9 @@ def _types(model: nn.Module, batch: _Batch) -> str:
 
 def _growth(*, normalised: bool) -> list[str]:
     if normalised:
-        return ["Scores that grow: hardly. Queries and keys are normalised, so that their weights bound each score."]
+        return ["Scores that grow: unlikely. Queries and keys are normalised, so their weights bound each score."]
     return [
-        "Scores that grow: open to it, as every model without qk-norm at a learning rate that is too high.",
+        "Scores that grow: possible, as in every model without qk-norm if the learning rate is too high.",
         '  First remedy: a lower rate or a longer warm-up; in a run that cannot restart, qk_clip="warned".',
     ]
 
@@ -272,8 +272,8 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
     small = [float(g["eps"]) for g in groups if isinstance(g.get("eps"), float)]
     if "adam" in kind.lower() and small and max(small) < 1e-6:
         description += (
-            f", eps {' and '.join(f'{eps:g}' for eps in sorted(set(small)))}. An eps of 1e-5 held the drift of the one "
-            "run that was tried at 13 nats instead of 120"
+            f", eps {' and '.join(f'{eps:g}' for eps in sorted(set(small)))}. In the one run that was tried, an eps of "
+            "1e-5 limited the drift to 13 nats instead of 120"
         )
     if "muon" in kind.lower():
         description += ". Muon makes scores grow at rates at which Adam does not (arXiv 2507.20534)"

@@ -356,7 +356,7 @@ class AttachedModel:
         for layer in self.watched:
             layer.sample_counter = None
 
-    # ---- what the service and the detectors get ---------------------------------------------------------------------
+    # ---- for the service and the detectors --------------------------------------------------------------------------
 
     def announced(self) -> tuple[wire.Layer, ...]:
         """Return `layers` with their present backends, and head dims from calls if they were unknown."""

@@ -199,30 +199,32 @@ def broken_parameters(model: nn.Module, optimizers: Sequence[Any] = (), *, finit
     )
     if gradients.broken and gradients[:4] == weights[:4]:
         nor = "is its weight" if gradients.broken == 1 else "are their weights"
-        said = [f"{gradients.sentence('gradients')} Nor {nor}."]
+        sentences = [f"{gradients.sentence('gradients')} Nor {nor}."]
     else:
         both = ("gradients", gradients), ("weights", weights)
-        said = [found.sentence(what) for what, found in both if found.broken]
+        sentences = [found.sentence(what) for what, found in both if found.broken]
     every = 0 < gradients.broken == gradients.total
     if every and finite_loss:
-        said.append(_FINITE_LOSS)
+        sentences.append(_FINITE_LOSS)
     elif gradients.broken == 1:
-        said.append("Only this gradient is broken, so check the operation that uses it, and its other inputs.")
+        sentences.append("Only this gradient is broken, so check the operation that uses it, and its other inputs.")
     no_gradients = all(parameter.grad is None for _, parameter in parameters)  # zero_grad was called before
     if weights.broken:
         if not gradients.broken and not no_gradients:
-            said.append(_UPDATE)
-        said += [*_rates(optimizers), *_in_half([parameter for _, parameter in parameters], optimizers)]
+            sentences.append(_UPDATE)
+        sentences += [*_rates(optimizers), *_in_half([parameter for _, parameter in parameters], optimizers)]
     elif gradients.broken or no_gradients:
-        said.append("Weights are finite.")
+        sentences.append("Weights are finite.")
     elif finite_loss:
-        said.append(f"{_LARGE_NORM} The largest one, {gradients.largest[1]:.2g}, is that of {gradients.largest[0]}.")
+        sentences.append(
+            f"{_LARGE_NORM} The largest one, {gradients.largest[1]:.2g}, is that of {gradients.largest[0]}."
+        )
     else:
-        said.append(_SOUND_MODEL)
+        sentences.append(_SOUND_MODEL)
     if states.broken and not weights.broken:
-        said.append("The optimizer's state is not finite: its next update breaks the weights.")
+        sentences.append("The optimizer's state is not finite: its next update breaks the weights.")
     broken = bool(weights.broken or states.broken)
-    return ParametersFound(" ".join(said), broken, every, bool(weights.broken and not gradients.broken))
+    return ParametersFound(" ".join(sentences), broken, every, bool(weights.broken and not gradients.broken))
 
 
 def _optimizers_of(parameters: Sequence[nn.Parameter]) -> list[Any]:

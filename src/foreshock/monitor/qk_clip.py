@@ -532,7 +532,7 @@ class Clipping:
         self._refused()
         return True
 
-    # ---- what was done --------------------------------------------------------------------------------------------
+    # ---- results --------------------------------------------------------------------------------------------------
 
     def before_sample(self) -> dict[str, Tensor]:
         """Restore the largest scores of all steps since the last sample, and return the scalings in these steps."""

@@ -99,7 +99,7 @@ class SamplingSchedule:
         self._last_step_at = now
 
     def _number(self, given: int) -> int:
-        """Return the step's number: as given, but continued if numbers go back, as if each epoch starts at 0."""
+        """Return the step's number: as given, but continued if numbers go back, such as at a new epoch."""
         number = given + self._offset
         self._repeats = self._repeats + 1 if number == self.step else 0
         if number < self.step or self._repeats >= MAX_NOTES:  # the notes of one step would not fit

@@ -111,8 +111,8 @@ def attention_backward(
     grad_query = _product(score_grad, given.keys, spec.scale)
     if (corrected := flagged(modes, Mode.ROW_CORRECTED)) is not None:
         heads, defect = corrected.view(-1, 1, 1), given.score_grad.sum(-1, keepdim=True) - given.row_sum
-        mended = _product(score_grad, given.keys) - _row_error(given, score_grad, operand)
-        grad_query = torch.where(heads, spec.scale * mended, grad_query)
+        without_error = _product(score_grad, given.keys) - _row_error(given, score_grad, operand)
+        grad_query = torch.where(heads, spec.scale * without_error, grad_query)
         without = given.sloped(given.score_grad - given.weights * defect)
         score_grad = torch.where(heads, _round(without, operand), score_grad)
     grad_key = _product(score_grad.mT, given.queries, spec.scale)

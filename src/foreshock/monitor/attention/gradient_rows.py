@@ -1,28 +1,30 @@
-"""Rows of the gradients that PyTorch's attention computed, compared with their recomputation.
+"""Compare rows of the gradients that PyTorch's attention computed with their recomputation.
 
 With P the softmax, dP_ij = dO_i v_j and dS_ij = P_ij (dP_ij - delta_i), the gradient is dQ_i = scale sum_j dS_ij k_j. A
 correct kernel differs from that for these reasons, each bounded in the Euclidean norm of the row; u is the unit
 roundoff of the operands' type, d the largest error of a score and N the bounds of output_check.py:
 
-- Each weight is off by a factor between e^-2d and e^2d; P, dP, dS and their product are rounded to the operands' type,
-  and sums over n keys are in float32: a |dS_ij| with a = 4 u + 2 n 2^-24 + e^2d - 1.
-- dP and delta are sums of D products in float32, off by at most c |dO_i| |v_j| and c |dO_i| |O_i|, c = (2 D + 32) 2^-24
-  (with TF32 operands 2^-10 more). They cancel in dS, so that this counts in full: P_ij c |dO_i| (|v_j| + |O_i|).
-- delta is dO_i O_i with O as it was rounded, in FlashAttention and its kin, or of the unrounded O, as the row's sum of
-  P dP is. The smaller of the two distances counts: no kernel is at fault for either.
-- A dS below the type's normal range loses up to its smallest step, in float16 n 2^-24 max_j |k_j|; dQ is rounded, u.
+- Each weight has an error of a factor between e^-2d and e^2d; P, dP, dS and their product are rounded to the operands'
+  type, and sums over n keys are in float32: a |dS_ij| with a = 4 u + 2 n 2^-24 + e^2d - 1.
+- dP and delta are sums of D products in float32, with errors of at most c |dO_i| |v_j| and c |dO_i| |O_i|, where
+  c = (2 D + 32) 2^-24 (2^-10 more with TF32 operands). dP and delta cancel in dS, but their errors do not:
+  P_ij c |dO_i| (|v_j| + |O_i|).
+- delta is dO_i O_i, with the rounded O in FlashAttention and related kernels, or with the unrounded O, as the row's sum
+  of P dP. Both are correct, so the smaller of the two distances counts.
+- A dS below the type's normal range loses up to the type's smallest step, in float16 n 2^-24 max_j |k_j|; dQ is
+  rounded, u.
 
 Together, with that step s, |dQ' - dQ| is at most
 scale sum_j (a |dS_ij| + P_ij c |dO_i| (|v_j| + |O_i|)) |k_j| + scale n s max_j |k_j| + 4 u |dQ'|.
-This is the worst case, so no correct kernel is ever reported, however many rows are compared.
+This is the worst case, so a correct kernel is never reported, for any number of compared rows.
 
 PyTorch's flash attention saves the log-sum-exp L of every row for its backward. That of a sampled row differs from the
-recomputed one by at most d for the scores, and 2^-11 + (2 n + 4 |L|) 2^-24 for exponentials, their sum and its
-logarithm. By L, P_ij = exp(S_ij - L_i) of all queries is known for a few keys j, and so are
+recomputed one by at most d because of the scores, and by 2^-11 + (2 n + 4 |L|) 2^-24 because of exponentials, their sum
+and its logarithm. L gives P_ij = exp(S_ij - L_i) of all queries for a few keys j, and so
 dV_j = sum_i P_ij dO_i and dK_j = scale sum_i dS_ij q_i, with delta of the rounded O. The bounds are those above, with
-sums over queries in place of keys: for dV, sum_i (4 u + 2 n 2^-24 + e^2d - 1) P_ij |dO_i| and the rounding of dV. On a
-CPU the kernel adds up parts of _CPU_QUERIES queries in the operands' type, each of which rounds the sum so far: another
-u for each part.
+sums over queries instead of keys: for dV, sum_i (4 u + 2 n 2^-24 + e^2d - 1) P_ij |dO_i| and the rounding of dV. On a
+CPU, the kernel adds up parts of _CPU_QUERIES queries in the operands' type, and each addition rounds the sum: another u
+per part.
 """
 
 import itertools
@@ -50,33 +52,33 @@ from foreshock.monitor.attention.probed_rows import (
 from foreshock.monitor.model.executed import saved_by
 
 ROWS: Final = 256
-"""Of each head, in a sample that compares gradients."""
+"""Rows per head in a sample that compares gradients."""
 KEYS: Final = 8
-"""Of one entry of the batch, whose gradients are compared in each head in such a sample."""
+"""Keys per head, of one batch entry, in a sample that compares gradients."""
 _CPU_QUERIES: Final = 32
-"""The fewest queries of a part."""
+"""Minimum of queries per part of PyTorch's CPU kernel."""
 _LEAST: Final = 1e-30
-"""Of a gradient that is zero: the recomputation is exact."""
+"""Minimum of the bound, for gradients that are zero: their recomputation is exact."""
 
 
 class _Expected(NamedTuple):
-    """Of some rows of each head, [e, H, c, D] or [e, H, c]."""
+    """Recomputed gradients of some rows of each head, [e, H, c, D] or [e, H, c]."""
 
     entries: Tensor
     rows: Tensor
     gradients: tuple[Tensor, Tensor]
-    """With delta of the model's own output, and of the one computed again."""
+    """With delta from the model's own output, and from the recomputed output."""
     bound: Tensor
-    """What rounding explains, but the rounding of the gradient itself."""
+    """Rounding bound, without the rounding of the gradient itself."""
 
 
 class _ExpectedKeys(NamedTuple):
-    """Of some keys of one entry of the batch, from number `first` on, in each query head."""
+    """Recomputed gradients of some keys and values of one batch entry, from index `first` on, in each query head."""
 
     entry: int
     first: int
     parts: list[tuple[Tensor, Tensor]]
-    """The gradient [H, k, D] and what rounding explains of it [H, k]: of keys, then of values."""
+    """The gradient [H, k, D] and its rounding bound [H, k]: of keys, then of values."""
 
 
 _checks: Final = itertools.count()
@@ -84,9 +86,10 @@ _GOLDEN: Final = (math.sqrt(5) - 1) / 2
 
 
 class GradientCheck:
-    """One call: `expect` in the backward of the probe, which comes first, then `hook` in that of the attention.
+    """Checks one call: `expect` runs in the backward of the probe, and then `hook` in the backward of the attention.
 
-    node: of autograd, which computes the gradients of the attention's operands. failed: is given what the hook raised.
+    node: the autograd node that computes the gradients of the attention's operands. failed: called with an error of the
+    hook.
     """
 
     def __init__(self, state: Tensor, node: Any, failed: Callable[[Exception], None]) -> None:
@@ -99,7 +102,7 @@ class GradientCheck:
         node.register_hook(self.hook)
 
     def expect(self, call: Call, tick: Tensor, spec: AttentionSpec) -> None:
-        """Compute rows of the gradient from what the forward left and from the gradient of its output."""
+        """Compute rows of the gradient from the forward's tensors and the gradient of its output."""
         batch, _, queries, dim = call.query.shape
         allowed = allowance(call.query.dtype, spec, dim, call.key.shape[2])
         self._expected = []
@@ -138,13 +141,13 @@ class GradientCheck:
             self._keys = self._expect_keys(call, spec, self._lse)
 
     def _expect_keys(self, call: Call, spec: AttentionSpec, saved: Tensor) -> _ExpectedKeys | None:
-        """Compute the gradients of some keys and values. saved: the log-sum-exp that the forward left, [B, H, Sq]."""
+        """Compute the gradients of some keys and values. saved: the log-sum-exp from the forward, [B, H, Sq]."""
         batch, heads, queries, dim = call.query.shape
         count = min(KEYS, call.key.shape[2])
         allowed = allowance(call.query.dtype, spec, dim, max(queries, call.key.shape[2]))
         if allowed is None:
             return None
-        # on the host, which has to know where the keys begin; spread by the golden ratio
+        # drawn on the host, which needs the first key's index; spread by the golden ratio
         place = next(_checks) * _GOLDEN % 1.0
         entry, first = int(place * 7919) % batch, int(place * (call.key.shape[2] - count + 1))
         entries = torch.full((1,), entry, device=call.query.device)
@@ -175,7 +178,7 @@ class GradientCheck:
         return _ExpectedKeys(entry, first, [(exact[0], bound[0] + least) for exact, bound in expected])
 
     def compare(self, given: Tensor) -> None:
-        """Count rows of the attention's own gradient [B, H, Sq, D] that are farther away than rounding explains."""
+        """Count rows of the attention's own gradient [B, H, Sq, D] whose distance exceeds the rounding bound."""
         expected, self._expected = self._expected, []
         for entries, rows, gradients, bound in expected:
             own = of_rows(given, entries, rows).to(bound.dtype)
@@ -183,8 +186,8 @@ class GradientCheck:
             self._count(away / (bound + self._of_gradient * norms_of(own, bound.dtype)))
 
     def compare_keys(self, gradients: Sequence[Tensor]) -> None:
-        """Count rows of the gradients of keys and values [B, H or Hkv, Sk, D] that are farther away. A row of a key
-        head counts in each query head that reads it."""
+        """Count rows of the gradients of keys and values [B, H or Hkv, Sk, D] whose distance exceeds the bound. Rows of
+        a key head count in each of its query heads."""
         expected, self._keys = self._keys, None
         if expected is None:
             return
@@ -196,14 +199,14 @@ class GradientCheck:
             self._count(error.repeat_interleave(groups, 0).unsqueeze(0))
 
     def _count(self, error: Tensor) -> None:
-        """Count errors [e, H, c], in parts of what rounding explains."""
+        """Count errors [e, H, c], given as fractions of the rounding bound."""
         error = error.masked_fill(~(error.abs() < math.inf), -math.inf)
         self._state[:, Slot.WRONG_GRADIENT_ROWS] += (error > 1).sum((0, 2))
         floats, worst = self._state.view(torch.float64), error.amax((0, 2)).to(torch.float64)
         floats[:, Slot.GRADIENT_ERROR_MAX] = torch.maximum(floats[:, Slot.GRADIENT_ERROR_MAX], worst)
 
     def hook(self, gradients: Any, _: Any) -> None:
-        """For the node of autograd that computes the gradients of an attention's operands, the queries' first."""
+        """Hook of the autograd node, called with the gradients of query, key and value."""
         try:
             with torch.no_grad():
                 if gradients[0] is not None:

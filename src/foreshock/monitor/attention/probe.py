@@ -1,10 +1,10 @@
-"""Measures a sample of rows of an attention that somebody else computes: `attach(model, attention="keep")`.
+"""Measure sampled rows of the model's native attention: `attach(model, attention="keep")`.
 
-The user's kernel stays in place. An identity on its output hands the output's gradient to `foreshock::probe_rows` in
-the backward, where a few rows are computed again from q and k (scores in fp32) and v (their output unrounded), and
-the same statistics are counted into the same state as our own kernels count of every row. Rows are drawn on the device,
-spread over the batch and its sequences and each with equal chance: shares and means are unbiased. A step that is not
-sampled costs one call of an operator that does nothing.
+The user's kernel stays in place. An identity on its output passes the output's gradient to `foreshock::probe_rows` in
+the backward. That computes a few rows again from q, k (scores in fp32) and v (output unrounded), and counts the same
+statistics into the same state as foreshock's kernels do for every row. Rows are drawn on the device, spread over the
+batch and its sequences, each with equal probability, so fractions and means are unbiased. In a step that is not
+sampled, it only sums some numbers of the output.
 """
 
 import itertools
@@ -33,38 +33,39 @@ from foreshock.monitor.attention.probed_rows import (
 from foreshock.monitor.guard import logger
 
 _TICK_BITS: Final = 40
-"""Of a layer's counter below its number."""
+"""Low bits of a tick that count a layer's measurements; the higher bits are the layer's index."""
 
 
 @dataclass(slots=True)
 class Sampling:
-    """How much one agent samples; `due` says whether the running step is measured."""
+    """The sampling settings and results of one agent."""
 
     rows: int
     every_steps: int = 1
-    """Steps from one that is measured to the next. A step that is captured in a CUDA graph measures this many times
-    fewer rows, since each of its replays is measured."""
+    """Steps between two measured steps. In a CUDA graph, this many times fewer rows are measured, because every replay
+    measures."""
     due: bool = True
+    """Whether the current step is measured."""
     gradients: bool = True
-    """Rows of the gradients are compared in the running step, if it is measured."""
+    """Whether rows of the gradients are compared in the current step, if it is measured."""
     in_full: bool = False
-    """The scores of all rows of the running step are computed, for the largest of each head."""
+    """Whether the scores of all rows are computed in the current step, for the largest score of each head."""
     captured: bool = False
-    """A CUDA graph was captured: each of its replays is measured, and nothing in it changes until it is made anew."""
+    """Whether a CUDA graph was captured: every replay measures, and changes take effect only after a new capture."""
     strict: bool = False
     fault: str | None = None
-    """Why this agent measures nothing any more: the training continues without it."""
+    """Error after which this agent does not measure any more; training continues."""
     refused: dict[int, str] = field(default_factory=dict)
-    """By where a layer's state lies: what the model does with the attention that our kernels would not let it do."""
+    """By the address of a layer's state: a use of its attention that foreshock's kernels do not support."""
     outputs: "OutputSums | None" = None
-    """Shows the layer whose output broke first, in steps that are not measured too."""
+    """Shows the layer whose output broke first, even in steps that are not measured."""
 
 
 class OutputSums:
-    """Sums of some numbers of each layer's output in each of the last steps: not finite if the output is not.
+    """Sums of some numbers of each layer's output in each of the last steps, which are nonfinite if the output is.
 
-    One feature shows all, since what is not finite reaches every feature in the next product with a weight; and every
-    fourth row shows all, since it reaches the rows behind it. A layer is known by where its state is.
+    One feature is enough, because a nonfinite number reaches every feature in the next product with a weight. Every
+    fourth row is enough, because it reaches later rows. Layers are identified by the address of their state.
     """
 
     def __init__(self, states: Sequence[Tensor]) -> None:
@@ -75,25 +76,25 @@ class OutputSums:
         self._make_room(_CALLS_AT_FIRST * len(states))
 
     def _make_room(self, calls: int) -> None:
-        # Made outside the step: what is made inside it belongs to the pool of torch.compile's CUDA graphs, which
-        # permits no tensor there to be kept.
+        # Allocated outside the step, because tensors in the memory pool of torch.compile's CUDA graphs must not outlive
+        # the step.
         self._sums = torch.zeros(min(calls, _MOST_CALLS), device=self._device)
         self._each = self._sums.unbind()
 
     def add(self, state: Tensor, out: Tensor) -> None:
-        """A layer gave `out` [..., S, D] in the running step."""
+        """Add the output `out` [..., S, D] of a layer in the current step."""
         place, count = self._places.get(state.data_ptr()), len(self._running)
         if place is not None and type(out) is Tensor and count < _MOST_CALLS:
             self._running.append(place)
             if count < len(self._each):
                 rows = out[..., (out.shape[-2] - 1) % 4 :: 4, 0]
-                # In two parts: PyTorch adds up strided numbers to one in a single block of threads. For GPT-2 small it
-                # took 62 us a layer on an H100, most of what a step without a sample costs.
+                # In two sums, because PyTorch adds strided numbers to a scalar in a single block of threads. For GPT-2
+                # small that took 62 us per layer on an H100, most of the cost of a step without a sample.
                 parts = rows.sum(-1, dtype=torch.float32)
                 torch.sum(parts, dim=tuple(range(parts.dim())), out=self._each[count])
 
     def end(self, step: int) -> None:
-        """The running step is over, and was `step`."""
+        """Record the end of the current step, with number `step`."""
         places, self._running = self._running, []
         if places:
             self._of_steps[step] = places[: len(self._each)], self._sums[: len(places)].clone()
@@ -103,9 +104,9 @@ class OutputSums:
             del self._of_steps[next(iter(self._of_steps))]
 
     def broken_at(self, step: int) -> list[tuple[int, bool]]:
-        """Layers whose output was seen, and whether it broke with this very step. It waits for the device.
+        """Return layers with a known output, and whether it broke in exactly this step. It waits for the device.
 
-        A layer that was broken in a step before as well is left out: it shows nothing.
+        Layers that were already broken in an earlier step are omitted.
         """
         now = self._broken(step)
         before = self._broken(max((each for each in tuple(self._of_steps) if each < step), default=-1))
@@ -120,25 +121,26 @@ class OutputSums:
 
 
 _CALLS_AT_FIRST: Final = 4
-"""Of each layer in a step whose output is seen. Steps after one with more have room for as many."""
+"""Initial number of calls per layer and step whose output is summed; it grows after a step with more calls."""
 _MOST_CALLS: Final = 4096
-"""Of one step whose output is seen: a model may run for long without a step."""
+"""Limit of calls per step whose output is summed, because a model may run for long without a step."""
 _MOST_STEPS: Final = 1024
-"""As many as a sample may hold."""
+"""Number of stored steps: the maximum in one sample."""
 _samplings: Final[dict[str, Sampling]] = {}
-"""By key: a compiled graph hands tensors and words to an operator, not objects. A number it might take for a length."""
+"""By key. Keys are strings, because a compiled graph cannot pass objects to an operator, and may treat a number as a
+dynamic length."""
 _numbers: Final = itertools.count(1)
 
 
 def start_sampling(sampling: Sampling) -> str:
-    """A key by which calls of `probe` find `sampling`."""
+    """Register `sampling`; return the key with which calls of `probe` find it."""
     key = str(next(_numbers))
     _samplings[key] = sampling
     return key
 
 
 def stop_sampling(key: str) -> None:
-    """Calls that still carry `key` measure nothing."""
+    """Unregister `key`; later calls with it do not measure."""
     _samplings.pop(key, None)
 
 
@@ -163,18 +165,16 @@ def probe(
     largest: Tensor | None = None,
     rounds: Rounds = "operands",
 ) -> Tensor:
-    """`out` [..., H, Sq, D], whose backward measures rows of the attention that gave it.
+    """Return `out` [..., H, Sq, D] unchanged; its backward measures rows of the attention that computed it.
 
-    query [..., H, Sq, D]; key, value [..., Hkv, Sk, D]; mask as PyTorch's attn_mask, bool or added to the scores,
-    broadcast to [..., H, Sq, Sk]. state int64 [H, SLOT_COUNT] and tick int64 [1], which each measurement moves on, are
-    written.
-    sampling: what start_sampling gave. cu_seqlens: where the sequences of
-    queries and of keys begin that are packed into one row (B = 1), each int32 [N + 1]. score_mod: what else the call
-    makes of its scores. largest: float32 [H], raised to the largest score of all rows in steps that are computed in
-    full; inf where a call could not be. rounds: what the attention rounds on its way to `out`.
+    query is [..., H, Sq, D]; key and value are [..., Hkv, Sk, D]; mask is like PyTorch's attn_mask, bool or added to
+    the scores, and broadcasts to [..., H, Sq, Sk]. state, int64 [H, SLOT_COUNT], and tick, int64 [1], are updated by
+    each measurement. sampling: a key of start_sampling. cu_seqlens: cumulative lengths of queries and of keys of packed
+    sequences (B = 1), each int32 [N + 1]. score_mod: the call's function of its scores. largest: float32 [H], raised to
+    the largest score over all rows in steps that compute these; inf if that failed. rounds: rounding of the attention.
     """
     if score_mod is not None and not _measured_now(sampling, query):
-        return out  # keeps nothing that the function holds
+        return out  # do not keep tensors of score_mod alive
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     scale, softcap, dropout_p = constants(scale, softcap, dropout_p)
     learned = mask is not None and mask.requires_grad
@@ -187,8 +187,10 @@ def probe(
 
 
 def _check_of_gradients(out: Tensor, query: Tensor, state: Tensor, key: str) -> GradientCheck | None:
-    """What compares the gradients of PyTorch's attention that gave `out` in its backward, where this step does so. The
-    node of autograd shows the gradients of this one call, whatever else reads the tensors."""
+    """Return a check of the gradients of PyTorch's attention that computed `out`, if this step compares gradients.
+
+    It uses the autograd node, which gives the gradients of this call only, even if the tensors have other uses.
+    """
     sampling = None if torch.compiler.is_compiling() else _samplings.get(key)
     if sampling is None or sampling.fault or not (sampling.due and sampling.gradients):
         return None
@@ -203,8 +205,8 @@ def _check_of_gradients(out: Tensor, query: Tensor, state: Tensor, key: str) -> 
 
 
 def _apart(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The same, with a view of one that came before, as where keys are values: torch.compile takes no Function into its
-    graph that is given a tensor twice."""
+    """Replace repeated tensors by views, for example if keys are also values: torch.compile does not support a Function
+    with the same tensor twice."""
     apart: list[Tensor | None] = []
     for x in tensors:
         apart.append(x.view_as(x) if x is not None and any(x is other for other in apart) else x)
@@ -212,25 +214,28 @@ def _apart(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def _measured_now(key: str, query: Tensor) -> bool:
-    """Whether the running step is measured. Compiled code that asks is compiled again where the answer changes."""
+    """Whether the current step is measured. Compiled code that calls this is recompiled when the answer changes."""
     sampling = _samplings.get(key)
     if sampling is None:
         return False
-    # not whether there was a fault since: a recompute has to save what its forward saved
+    # independent of `fault`, because a recomputed forward has to save the same tensors as the first
     return sampling.due or (not torch.compiler.is_compiling() and _capturing(query))
 
 
 @torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator, unused-ignore]
 def _writable(probed: Tensor) -> Tensor:
-    """Let the model write into what its attention gave it. PyTorch refuses that of a view that a Function returned,
-    since the Function's backward is left out then; ours may be: it changes no gradient."""
+    """Allow the model to modify its attention's output in place.
+
+    PyTorch forbids that for a view returned by a Function, because the Function's backward would be skipped. Here that
+    is harmless: this backward does not change gradients.
+    """
     if probed._is_view():
         torch._C._autograd._set_creation_meta(probed, torch._C._autograd.CreationMeta.DEFAULT)
     return probed
 
 
 class _Probed(torch.autograd.Function):
-    """The identity. Its tensors are saved as any other's are, so that checkpointing may recompute them."""
+    """The identity. It saves its tensors in the usual way, so that checkpointing can recompute them."""
 
     @staticmethod
     def forward(
@@ -258,14 +263,14 @@ class _Probed(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors if torch.compiler.is_compiling() else _still_as_they_were(ctx, grad_out)
         if saved is not None:
-            with torch.no_grad():  # a backward that is differentiated itself differentiates the identity alone
+            with torch.no_grad():  # a second derivative only differentiates the identity
                 if _is_quiet(ctx, saved):
                     return grad_out, *[None] * 12
                 run: Any = _operator
                 scores: list[Tensor] = []
                 if ctx.score_mod is not None and torch.compiler.is_compiling():
                     scores = _scores_in_the_graph(Call(grad_out, *saved), ctx)
-                elif ctx.score_mod is not None:  # a function is no argument of an operator
+                elif ctx.score_mod is not None:  # an operator cannot take a function
                     run = partial(probe_rows, score_mod=ctx.score_mod)
                 key, spec = ctx.options
                 run(grad_out, *saved, ctx.state, ctx.tick, ctx.largest, key, spec.text, scores)
@@ -277,8 +282,7 @@ class _Probed(torch.autograd.Function):
 
 
 def _is_quiet(ctx: Any, saved: Sequence[Tensor]) -> bool:
-    """Whether uncompiled code measures nothing of this call: then its output is seen without the operator, whose call
-    takes longer."""
+    """Whether this eager call is not measured; if so, sum its output directly, which is faster than the operator."""
     sampling = _samplings.get(ctx.options[0])
     if torch.compiler.is_compiling() or sampling is None or sampling.outputs is None:
         return False
@@ -310,7 +314,7 @@ def _expect_gradients(check: GradientCheck, call: Call, tick: Tensor, options: t
 
 
 def _end_with(error: Exception, sampling: Sampling) -> None:
-    """The agent measures nothing any more, unless its faults are to be raised."""
+    """Stop measuring after an error, or raise it if `strict`."""
     if sampling.strict:
         raise error
     if not sampling.fault:
@@ -319,7 +323,7 @@ def _end_with(error: Exception, sampling: Sampling) -> None:
 
 
 def _scores_in_the_graph(call: Call, ctx: Any) -> list[Tensor]:
-    """The Scores of sampled rows, computed by compiled code: what a function holds is known to it alone."""
+    """Return the Scores of sampled rows as part of the compiled graph, which has score_mod's captured tensors."""
     key, spec = ctx.options
     with torch.autocast(call.query.device.type, enabled=False):
         call = call.batched().rounded(spec.numerics)
@@ -328,27 +332,30 @@ def _scores_in_the_graph(call: Call, ctx: Any) -> list[Tensor]:
 
 
 def _still_as_they_were(ctx: Any, grad_out: Tensor) -> tuple[Tensor, ...] | None:
-    """What the forward saved; None where there is nothing to measure: many gradients are taken at once, or the model
-    wrote into one of them since, as it may where its own attention did not save it."""
+    """Return the tensors that the forward saved; None if they cannot be measured.
+
+    That is so if many gradients are computed at once, or if the model has modified one of the tensors in place, which
+    is allowed if its own attention did not save that tensor.
+    """
     sampling = _samplings.get(ctx.options[0])
     refused = {} if sampling is None else sampling.refused
     layer = ctx.state.data_ptr()
     functorch = torch._C._functorch
     if functorch.is_batchedtensor(grad_out) or functorch.is_legacy_batchedtensor(grad_out):
-        refused[layer] = "many gradients of it are taken at once, which our kernels do not"
+        refused[layer] = "many gradients of it are computed at once, which foreshock's kernels do not support"
         return None
     if torch.is_grad_enabled():
-        refused[layer] = "its gradient is differentiated again, which our kernels' is not"
+        refused[layer] = "its gradient is differentiated again, which foreshock's kernels do not support"
     try:
         return cast(tuple[Tensor, ...], ctx.saved_tensors)
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
-        refused[layer] = "the model writes into its operands or its output afterwards"
+        refused[layer] = "the model modifies its operands or its output in place afterwards"
         return None
 
 
-# Defined by hand: torch.library.custom_op wraps its Python in some 300 microseconds more of it, in every call.
+# Defined without torch.library.custom_op, which would add about 300 microseconds of Python to every call.
 _library: Final = torch.library.Library("foreshock", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "probe_rows(Tensor grad_out, Tensor out, Tensor query, Tensor key, Tensor value, Tensor? mask, "
@@ -375,11 +382,11 @@ def probe_rows(
     scores: Sequence[Tensor] = (),
     score_mod: ScoreMod | None = None,
 ) -> None:
-    """Counts the statistics of sampled rows into `state` where its agent samples this step, and raises `largest` where
-    it is computed in full. Never waits for the device. scores: the Scores of the sampled rows, where they are computed
-    already.
+    """Count the statistics of sampled rows into `state` if the agent samples this step, and raise `largest` if it scans
+    all rows. Never waits for the device.
 
-    While a CUDA graph is captured every step is measured, since what is captured is what each replay does.
+    scores: the Scores of the sampled rows, if they are already computed. While a CUDA graph is captured, the call is
+    always measured, because each replay repeats what was captured.
     """
     sampling = _samplings.get(sampling_key)
     if sampling is None or sampling.fault or not query.numel() or not key.numel():
@@ -420,7 +427,7 @@ _operator: Final = torch.ops.foreshock.probe_rows.default
 
 @cache
 def _kernels() -> Any:
-    """The Triton kernels, or None where there are none."""
+    """Return the Triton kernels, or None if they cannot be imported."""
     try:
         from foreshock.kernels.flash_attention import sampled_rows
     except ImportError:
@@ -446,5 +453,5 @@ def _sample(
 
 
 def new_ticks(layers: int, device: torch.device) -> Tensor:
-    """A counter for each layer, int64 [layers, 1], far apart, so that no two layers draw the same rows."""
+    """Return a counter for each layer, int64 [layers, 1], with large distances, so that layers draw different rows."""
     return (torch.arange(layers, dtype=torch.int64, device=device) << _TICK_BITS).unsqueeze(1)

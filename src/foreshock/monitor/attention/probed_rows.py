@@ -1,7 +1,7 @@
-"""Rows of an attention that somebody else computed, drawn at random and computed again from its operands.
+"""Draw random rows of the model's native attention, and compute them again from its operands.
 
-They are stratified: as many of each entry of the batch, one in each stretch of the sequence, the same of all heads. So
-each row has an equal chance, and those of one entry are multiplied with its keys at once.
+The sample is stratified: the same number of rows per batch entry, one in each section of the sequence, and the same
+rows for all heads. So each row has the same probability, and all rows of an entry are multiplied with its keys at once.
 """
 
 import math
@@ -18,23 +18,23 @@ from foreshock.kernels.flash_attention.statistics import Rows, accumulate, one_m
 from foreshock.kernels.flash_attention.visibility import place, seen_keys, shared_by_keys
 
 LEAST_ROWS: Final = 16
-"""Of an entry of the batch that is measured, where it has as many: fewer would read its keys for little."""
+"""Minimum of rows per measured batch entry, if it has that many; with fewer, reading the keys is not worth it."""
 HELD_BYTES: Final = 16 * 2**20
-"""What a piece of the sampled rows holds in its largest tensor. The C library hands one of over 32 MiB back to the
-system at once, which costs a CPU as much again as filling it."""
+"""Size limit of the largest tensor for a piece of the sampled rows. The C library returns blocks of over 32 MiB to the
+system at once, and allocating them again doubles a CPU's time."""
 _LOWEST: Final = {torch.float32: -80.0, torch.float64: -700.0}
-"""A score so far below its row's maximum has a weight of 0: a sum that holds a weight of 1 rounds it away."""
+"""A score this far below its row's maximum gets weight 0, because rounding removes it from a sum with a weight of 1."""
 
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""What a call makes of its scores before their softmax, beside softcap, causality, window and mask. It takes scores
-[e, H, c, k] in float32 or float64, scale and softcap in them, and int32 numbers of the batch's entries [e, 1, 1, 1],
-query heads [H, 1, 1], queries [e, 1, c, 1] and keys [k]. It returns scores that broadcast to the same shape, -inf where
-a key is hidden, and writes into none of them. Raises UnmeasurableError where it cannot."""
+"""A call's function of its scores before the softmax, in addition to softcap, causality, window and mask. It takes
+scores [e, H, c, k] in float32 or float64, after scale and softcap, and int32 indices of batch entries [e, 1, 1, 1],
+query heads [H, 1, 1], queries [e, 1, c, 1] and keys [k]. It returns scores that broadcast to the same shape, -inf for
+hidden keys, and does not modify its arguments. Raises UnmeasurableError if it cannot compute them."""
 
 
 class UnmeasurableError(Exception):
-    """The scores of a call cannot be computed again; whoever raises it has named the call."""
+    """The scores of a call cannot be computed again; the code that raises it has already reported the call."""
 
 
 class Call(NamedTuple):
@@ -45,12 +45,15 @@ class Call(NamedTuple):
     value: Tensor
     mask: Tensor | None = None
     cu_queries: Tensor | None = None
-    """Where packed sequences begin, as cu_keys; None where none are packed."""
+    """Cumulative lengths of packed sequences, like cu_keys; None without packing."""
     cu_keys: Tensor | None = None
 
     def batched(self) -> "Call":
-        """The same call as [B, H, S, D]: what stands before the heads are entries of the batch, of which all share what
-        is there once; a single head may have no dimension of its own."""
+        """Return the same call as [B, H, S, D].
+
+        All dimensions before the heads become batch entries, and tensors without them are expanded. A single head may
+        come without a head dimension.
+        """
         one_head = self.out.dim() == 3
         entries = self.out.shape[:-2] if one_head else self.out.shape[:-3]
         if self.out.dim() == 4 and all(len(x) == len(self.out) for x in (self.query, self.key, self.value)):
@@ -65,8 +68,9 @@ class Call(NamedTuple):
         return Call(grad_out, out, query, key, value, mask, self.cu_queries, self.cu_keys)
 
     def rounded(self, numerics: Numerics) -> "Call":
-        """The same call with query, key and value in the type that they were multiplied in. Under autocast wider ones
-        were rounded to the type that the output has; where it has none of 16 bits, our kernels' own choice."""
+        """Return the same call with query, key and value in the type of the matrix products. Under autocast, wider
+        inputs are rounded to the output's type; if that is not a 16-bit type, to the type that foreshock's kernels
+        use."""
         if numerics not in ("kernel", "paper"):
             return self
         operand = operand_dtype(self.out.dtype)
@@ -74,14 +78,14 @@ class Call(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Of sampled rows, as they enter the softmax."""
+    """Softmax inputs of sampled rows."""
 
     scores: Tensor
-    """[e, H, c, k]; -inf where a key is hidden."""
+    """[e, H, c, k]; -inf for hidden keys."""
     visible: Tensor
-    """How many keys each row sees, [e, H, c]."""
+    """Number of keys that each row sees, [e, H, c]."""
     shared: Tensor | None = None
-    """What a bias adds to each row as a whole, [e, H or 1, c]; None: nothing."""
+    """Number that a bias adds to each whole row, [e, H or 1, c]; None: no bias."""
 
 
 def measure(
@@ -93,8 +97,8 @@ def measure(
     score_mod: ScoreMod | None = None,
     given: Scores | None = None,
 ) -> None:
-    """Count some `count` rows of each head (all rows where there are no more) into `state` [H, SLOT_COUNT]. given: what
-    sampled_scores computed of them."""
+    """Count about `count` rows of each head (at most all rows) into `state` [H, SLOT_COUNT]. given: their Scores, if
+    sampled_scores has already computed them."""
     batch, _, queries, _ = call.query.shape
     if given is not None:
         entries, rows = chosen_rows(tick, given.scores.shape[0] * given.scores.shape[2], batch, queries)
@@ -106,8 +110,8 @@ def measure(
 
 
 def raise_largest(largest: Tensor, call: Call, spec: AttentionSpec) -> None:
-    """Raise `largest`, float32 [H], to the largest score of every row of a call, less what a bias adds to all keys: the
-    work of Q K^T in full, in pieces of HELD_BYTES. NaN where a score is."""
+    """Raise `largest`, float32 [H], to the largest score over all rows of a call, without the number that a bias adds
+    to a whole row; NaN if a score is NaN. Computes all of Q K^T, in pieces of HELD_BYTES."""
     batch, _, queries, _ = call.query.shape
     entries, rows = (torch.arange(count, device=call.query.device) for count in (batch, queries))
     for _, _, (scores, _, shared), _ in pieces(entries, rows.expand(batch, queries), call, spec, None):
@@ -118,7 +122,7 @@ def raise_largest(largest: Tensor, call: Call, spec: AttentionSpec) -> None:
 def pieces(
     entries: Tensor, rows: Tensor, call: Call, spec: AttentionSpec, score_mod: ScoreMod | None
 ) -> Iterator[tuple[Tensor, Tensor, "Scores", slice]]:
-    """Of rows `rows` [E, c] of batch entries `entries` [E], piece by piece: entries, rows, scores, of which keys."""
+    """Split rows `rows` [E, c] of batch entries `entries` [E]; yield each piece's entries, rows, scores and keys."""
     at_once = _at_once(call, spec)
     together = max(1, at_once // rows.shape[1])
     for some, theirs in zip(torch.split(entries, together), torch.split(rows, together), strict=True):
@@ -126,7 +130,7 @@ def pieces(
         for piece in torch.split(theirs, at_once, dim=1):
             low, high = visible_keys(piece, call, spec)
             first, end = 0, keys.shape[2]
-            if piece.device.type == "cpu":  # keys that none of these rows sees; elsewhere they would be waited for
+            if piece.device.type == "cpu":  # skip hidden keys; on a GPU, this would wait for the device
                 first = min(int(low.min()), end - 1)
                 end = max(int(high.max()), first + 1)
             scores = scores_of(some, piece, call, keys[:, :, first:end], (low, high), spec, score_mod, first)
@@ -134,8 +138,10 @@ def pieces(
 
 
 def sampled_scores(count: int, call: Call, tick: Tensor, spec: AttentionSpec, score_mod: ScoreMod) -> Scores:
-    """Scores of the rows that `measure` takes at this tick: `count` of each head, or fewer where these would hold too
-    much. Reads no tensor's value, so that it may be part of a compiled graph."""
+    """Return the Scores of the rows that `measure` draws at this tick: `count` of each head, or fewer to limit memory.
+
+    It does not read any tensor's value on the host, so it can be part of a compiled graph.
+    """
     batch, _, queries, _ = call.query.shape
     entries, rows = chosen_rows(tick, min(count, _at_once(call, spec)), batch, queries)
     keys = wide(call.key, entries, spec)
@@ -143,22 +149,22 @@ def sampled_scores(count: int, call: Call, tick: Tensor, spec: AttentionSpec, sc
 
 
 def _at_once(call: Call, spec: AttentionSpec) -> int:
-    """How many rows of each head are computed at once."""
-    held = HELD_BYTES * (16 if call.query.is_cuda else 1)  # a GPU is kept waiting by many small pieces
+    """Return the number of rows of each head that are computed at once."""
+    held = HELD_BYTES * (16 if call.query.is_cuda else 1)  # many small pieces would leave a GPU idle
     return max(LEAST_ROWS, held // (call.query.shape[1] * call.key.shape[2] * compute_dtype(spec.numerics).itemsize))
 
 
 def sizes(count: int, batch: int, queries: int) -> tuple[int, int]:
-    """Of how many entries of the batch some `count` rows are measured, and how many of each: all of all of them where
-    there are no more."""
+    """Return the number of batch entries and the rows per entry for about `count` rows; at most all rows."""
     of_each = min(max(-(-count // batch), min(count, LEAST_ROWS)), queries)
     return min(-(-count // of_each), batch), of_each
 
 
 def chosen_rows(tick: Tensor, count: int, batch: int, queries: int) -> tuple[Tensor, Tensor]:
-    """The entries that are measured, int64 [E], and the rows of each, int64 [E, c], in rising order.
+    """Draw the measured batch entries, int64 [E], and the rows of each, int64 [E, c], in ascending order.
 
-    With a number drawn from [0, n) for each of k stretches, (i n + drawn) // k is each of n rows with equal chance.
+    With a number drawn from [0, n) for each section i of k, (i n + drawn) // k is each of the n rows with the same
+    probability.
     """
     entries, of_each = sizes(count, batch, queries)
     place = torch.arange(max(entries, of_each), device=tick.device)
@@ -171,7 +177,7 @@ def chosen_rows(tick: Tensor, count: int, batch: int, queries: int) -> tuple[Ten
 
 
 def wide(x: Tensor, entries: Tensor, spec: AttentionSpec) -> Tensor:
-    """Keys or values of some entries of the batch, [e, Hkv, Sk, D], wide enough to multiply exactly."""
+    """Return keys or values of some batch entries, [e, Hkv, Sk, D], in a type in which products are exact."""
     return (x if len(entries) == len(x) else x[entries]).to(compute_dtype(spec.numerics))
 
 
@@ -185,8 +191,8 @@ def scores_of(
     score_mod: ScoreMod | None,
     first: int = 0,
 ) -> Scores:
-    """Of the rows `row` [e, c] of batch entries `entry` [e] with `keys`, the number `first` and those behind it, of
-    which each row sees those in `bounds`."""
+    """Return the Scores of rows `row` [e, c] of batch entries `entry` [e] with `keys`, which start at index `first`;
+    each row sees the keys within `bounds`."""
     low, high = bounds
     scores = times(of_rows(call.query, entry, row).to(keys.dtype), keys.mT).mul_(spec.scale)  # [e, H, c, k]
     if spec.softcap > 0:
@@ -198,7 +204,7 @@ def scores_of(
     if score_mod is not None:
         head = torch.arange(scores.shape[1], dtype=torch.int32, device=row.device)
         query = torch.cat([row, row], 1)[:, None, :, None].int()
-        # what it makes of a score of 0 separates a mask and a bias from what, as a softcap, bends the scores
+        # its result for a score of 0 is the bias or mask, without functions of the score such as a softcap
         both = torch.cat([scores, torch.zeros_like(scores)], 2)
         modified = score_mod(both, entry.view(-1, 1, 1, 1).int(), head.view(-1, 1, 1), query, position)
         scores, added = torch.empty_like(both).copy_(modified).chunk(2, 2)
@@ -223,28 +229,28 @@ def scores_of(
 
 
 def of_rows(x: Tensor, entry: Tensor, row: Tensor) -> Tensor:
-    """The rows `row` [e, c] of batch entries `entry` [e] of `x` [B, H, S, D]: [e, H, c, D]."""
+    """Return rows `row` [e, c] of batch entries `entry` [e] of `x` [B, H, S, D]: [e, H, c, D]."""
     return x[entry.unsqueeze(1), :, row].transpose(1, 2)  # [e, H, c, ...]
 
 
 def _rows(entry: Tensor, row: Tensor, call: Call, given: Scores, values: Tensor, spec: AttentionSpec) -> Rows:
-    """What is known of the rows `row` [e, c] of batch entries `entry` [e], of whose keys `values` are."""
+    """Return all values of rows `row` [e, c] of batch entries `entry` [e]; `values` belong to the keys of `given`."""
     operand, (scores, visible, shared) = operand_dtype(call.query.dtype), given
     row_max = scores.amax(-1, keepdim=True)
     tied_bf16 = several_in_bf16(scores, row_max).squeeze(-1)
     floor = row_max.masked_fill(row_max == -math.inf, 0.0)
     below = scores.sub_(floor)
     tied_one = torch.ge(below, -one_margin(operand), out=(scratch := torch.empty_like(below))).sum(-1) > 1
-    lowest = _LOWEST[below.dtype]  # a CPU takes several times as long for an exp that is nearly 0
+    lowest = _LOWEST[below.dtype]  # on a CPU, an exp that is nearly 0 takes several times as long
     weights = torch.threshold_(torch.exp(below.clamp_(min=lowest), out=scratch), 2 * math.exp(lowest), 0.0)
     row_sum = weights.sum(-1)
     known_sum = row_sum.masked_fill(row_sum == 0, 1.0)
-    # of the scores less their maximum, so that no offset cancels
+    # computed from the scores minus their maximum, to avoid cancellation of a large offset
     entropy = known_sum.log() - below.mul_(weights).sum(-1) / known_sum
     own_floor = floor.squeeze(-1) if shared is None else floor.squeeze(-1) - shared
     lse = own_floor + row_sum.log()
     grad = of_rows(call.grad_out, entry, row).to(scores.dtype)  # [e, H, c, D]
-    # in 16 bits under every numerics, as our kernels read it
+    # in 16 bits under all numerics, as foreshock's kernels read it
     own = of_rows(call.out, entry, row)
     output = own.to(operand).to(scores.dtype)
     delta = (grad * output).sum(-1)
@@ -252,7 +258,7 @@ def _rows(entry: Tensor, row: Tensor, call: Call, given: Scores, values: Tensor,
     exact = times(rounded, values) / known_sum.unsqueeze(-1)
     # with dropout only the kernel knows which weights it dropped
     delta_bias = (grad * (output - exact)).sum(-1) if spec.dropout_p == 0 else torch.zeros_like(delta)
-    # the largest norm of a float32 fits; a CPU takes ten times as long for the infinity norm
+    # float64 norms do not overflow; on a CPU, the infinity norm takes ten times as long
     computed_finite, output_finite = (norms_of(x, torch.float64) < math.inf for x in (exact, output))
     never = torch.zeros_like(tied_one)
     row_max = row_max.squeeze(-1)
@@ -285,13 +291,13 @@ def _rows(entry: Tensor, row: Tensor, call: Call, given: Scores, values: Tensor,
 
 
 def norms_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The Euclidean norm of every row of `x` [..., D], computed in `dtype`: [...]."""
+    """Return the Euclidean norm of every row of `x` [..., D], computed in `dtype`: [...]."""
     return cast(Tensor, torch.linalg.vector_norm(x, dim=-1, dtype=dtype))
 
 
 def _of_heads(norms: Tensor, like: Tensor) -> Tensor:
-    """The largest of `norms` [e, Hkv, k] of each key head, for the query heads that read it: [e, H, 1]. One that is NaN
-    is of a key that is hidden, or its rows are not compared."""
+    """Return the largest of `norms` [e, Hkv, k] of each key head, for its query heads: [e, H, 1]. NaN counts as 0: such
+    a key is hidden, or its rows are not compared."""
     return (
         norms.nan_to_num(nan=0.0, posinf=math.inf)
         .amax(-1, keepdim=True)
@@ -300,22 +306,22 @@ def _of_heads(norms: Tensor, like: Tensor) -> Tensor:
 
 
 def times(rows: Tensor, matrices: Tensor) -> Tensor:
-    """`rows` [e, H, c, n], each times that of `matrices` [e, Hkv, n, m] which its head reads: [e, H, c, m]."""
+    """Multiply `rows` [e, H, c, n] by the matrix of their key head, `matrices` [e, Hkv, n, m]: [e, H, c, m]."""
     of_key_heads = rows.reshape(*matrices.shape[:2], -1, rows.shape[3])  # [e, Hkv, H / Hkv * c, n]
     return torch.matmul(of_key_heads, matrices).view(*rows.shape[:3], -1)
 
 
 def _hides(call: Call, spec: AttentionSpec) -> bool:
-    """Whether some row does not see every key, masks left aside."""
+    """Whether some row does not see every key, apart from masks."""
     return call.cu_queries is not None or spec.right >= 0 or spec.window_left >= 0
 
 
 def visible_keys(row: Tensor, call: Call, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """The keys [low, high) that causality, the window and the ends of packed sequences let each of `row` [e, c] see."""
+    """Return the keys [low, high) that each of `row` [e, c] sees, given causality, window and packed sequences."""
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.cu_queries is not None and call.cu_keys is not None:
         sequences, positions = place(call.cu_queries, queries)
-        sequence = sequences[row]  # one past the last of rows behind it, which see nothing
+        sequence = sequences[row]  # rows after the last sequence do not see any key
         starts = call.cu_keys.long()
         ends = torch.cat([starts[1:], starts[-1:]])
         longer = torch.nn.functional.pad(starts.diff() - call.cu_queries.long().diff(), (0, 1))
@@ -332,10 +338,10 @@ def visible_keys(row: Tensor, call: Call, spec: AttentionSpec) -> tuple[Tensor, 
 
 
 def drawn(index: Tensor) -> Tensor:
-    """Numbers in [0, 2^63), int64 of the shape of `index`, int64, that depend on it alone.
+    """Return pseudorandom numbers in [0, 2^63), int64, that depend only on `index`, int64 of the same shape.
 
-    The finaliser of splitmix64 (Steele, Lea and Flood, 2014) over a counter, on the device: the random streams that the
-    training draws from are left alone, and a CUDA graph draws anew in every replay.
+    It applies the finaliser of splitmix64 (Steele, Lea and Flood, 2014) to a counter on the device. So the training's
+    random generators do not change, and every replay of a CUDA graph draws new numbers.
     """
     z = index * _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -349,5 +355,5 @@ def _signed(word: int) -> int:
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Logical shift right of the 64-bit words."""
+    """Shift the 64-bit words right, without sign extension."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

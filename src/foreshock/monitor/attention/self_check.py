@@ -1,9 +1,10 @@
-"""Proves that our kernels compute what PyTorch's attention computes, before they compute the first call of a kind; and
-that PyTorch's attention is right on random inputs of a model's shapes, before a run.
+"""Check that foreshock's kernels agree with PyTorch's attention before they compute the first call of a kind, and that
+PyTorch's attention is correct on random inputs of a model's shapes before a run.
 
-Operands of the call's kind are drawn: its type, numerics, head dim, grouped heads, causality, window, softcap, scale
-and packing. Output and gradients of our kernels and of PyTorch's attention are compared with float64: our error may be
-a small multiple of PyTorch's. The training's own operands, gradients and random streams are not touched.
+Random operands have the call's properties: type, numerics, head dim, grouped heads, causality, window, softcap, scale
+and packing. Output and gradients of foreshock's kernels and of PyTorch's attention are compared with float64; the error
+of foreshock's kernels may be a small multiple of PyTorch's. The training's operands, gradients and random generators
+are not changed.
 """
 
 import math
@@ -24,47 +25,47 @@ from foreshock.kernels.flash_attention.spec import CausalAlignment, Numerics, op
 from foreshock.monitor.model.discovery import SDPA
 
 LENGTH: Final = 300
-"""Queries and keys: several tiles of every kernel, and a part of one."""
+"""Number of queries and keys: several full tiles of every kernel, and a partial one."""
 KEY_HEADS: Final = 2
 ROWS: Final = 10
-"""Neighbours of a head whose errors are compared together: few, so that one wrong row is found."""
+"""Number of adjacent rows of a head whose errors are compared together: few, so that a single wrong row is found."""
 FACTOR: Final = 4.0
-"""Our error may be this many times that of PyTorch's attention."""
+"""Allowed error of foreshock's kernels, as a multiple of the error of PyTorch's attention."""
 ROUNDINGS: Final = {torch.float32: 16.0, torch.float64: 256.0}
-"""And this many units of rounding, 2 in 16 bits: of float64 the truth itself is off by some dozens."""
+"""Additionally allowed error in units of rounding; 2 for 16 bits. In float64, the reference is off by some dozens."""
 _OFFSET: Final = 0.4
-"""Mean of queries and keys: the scores of a head drift together, as those of a head that needs a mitigation."""
+"""Mean of queries and keys, so that the scores of a head have an offset, as in a head that needs a mitigation."""
 
 _NAMES: Final = ("output", "gradient of the queries", "gradient of the keys", "gradient of the values")
 
 
 class Kind(NamedTuple):
-    """What calls have in common that one self-check is for; only numbers and words, so that a graph may hold them."""
+    """Properties of calls that one self-check covers; only numbers and strings, so that a graph can contain them."""
 
     device: str
     dtype: str
-    """Of the operands, autocast counted in: bfloat16."""
+    """Type of the operands after autocast, such as bfloat16."""
     numerics: Numerics
     head_dim: int
     group: int
-    """Query heads for each key head."""
+    """Query heads per key head."""
     causal: CausalAlignment = "none"
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     scale: float | None = None
     packed: bool = False
-    """Several sequences lie end to end in one row."""
+    """Whether several sequences are concatenated in one row."""
 
 
-UNCOMPARED: Final = "the step is captured in a CUDA graph before our kernels were compared with it; run one uncaptured"
+UNCOMPARED: Final = "the step was captured in a CUDA graph before the kernels were checked; run one step without it"
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
 def why_not_proven(*kind: object) -> str | None:
-    """How our kernels differ from PyTorch's attention in calls of `Kind(*kind)`, as a sentence; None: in nothing but
-    rounding. Computed once in a process, while the code is traced where it is compiled."""
+    """Return how foreshock's kernels differ from PyTorch's attention in calls of `Kind(*kind)`, as a sentence; None if
+    only by rounding. Computed once per process; in compiled code, during tracing."""
     asked = Kind(*kind)  # type: ignore[arg-type]
-    if asked.numerics == "paper":  # which is asked for by name, for its errors
+    if asked.numerics == "paper":  # chosen by the user for its errors
         return None
     if asked not in _compared:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -83,10 +84,10 @@ def _compare(kind: Kind) -> str | None:
         try:
             outcome.append(difference(kind))
         except Exception as error:
-            outcome.append(f"the comparison with our kernels failed: {type(error).__name__}: {str(error)[:200]}")
+            outcome.append(f"the check of foreshock's kernels failed: {type(error).__name__}: {str(error)[:200]}")
 
-    # A thread of its own has none of what the training's may be under: autocast, hooks on saved tensors as those of
-    # checkpointing, dispatch modes, a forward that records no gradients.
+    # A new thread does not inherit the training thread's state: autocast, hooks on saved tensors (as from
+    # checkpointing), dispatch modes, disabled gradients.
     thread = threading.Thread(target=compare, name="foreshock-self-check", daemon=True)
     thread.start()
     thread.join()
@@ -94,7 +95,7 @@ def _compare(kind: Kind) -> str | None:
 
 
 def difference(kind: Kind) -> str | None:
-    """What `why_not_proven` says of this kind, computed here and now."""
+    """Compute the result of `why_not_proven` for this kind, without a cache."""
     dtype: torch.dtype = getattr(torch, kind.dtype)
     dtype = operand_dtype(dtype) if kind.numerics in ("kernel", "paper") else dtype
     operands = _drawn(kind, dtype)
@@ -108,14 +109,14 @@ def difference(kind: Kind) -> str | None:
             size, error_own, error_our = _norm(true), _norm(own.double() - true), _norm(our.double() - true)
             if not bool((error_our <= FACTOR * error_own + ROUNDINGS.get(dtype, 2.0) * unit * size).all()):
                 return (
-                    f"the {name} of our kernels is off by {_largest(error_our / size)}, that of PyTorch's attention by "
-                    f"{_largest(error_own / size)} (relative to float64)"
+                    f"the {name} of foreshock's kernels is off by {_largest(error_our / size)}, that of PyTorch's "
+                    f"attention by {_largest(error_own / size)} (relative to float64)"
                 )
     return None
 
 
 def _drawn(kind: Kind, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """query, key, value and the output's gradient, [2, heads, LENGTH, head_dim] in memory as models have them."""
+    """Return random query, key, value and output gradient, [2, heads, LENGTH, head_dim] in a model's usual layout."""
     random = torch.Generator(kind.device).manual_seed(1)
 
     def draw(heads: int, mean: float) -> Tensor:
@@ -124,17 +125,17 @@ def _drawn(kind: Kind, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
     heads, usual = KEY_HEADS * kind.group, kind.head_dim**-0.5
     query, *others = draw(heads, _OFFSET), draw(KEY_HEADS, _OFFSET), draw(KEY_HEADS, 0.0), draw(heads, 0.0)
-    # Where rows see one key almost alone, rounding differs from row to row by more than FACTOR.
+    # If a row attends to almost only one key, rounding errors differ between rows by more than FACTOR.
     return query * (usual / max(usual, abs(kind.scale or 0.0))), *others
 
 
 _ENDS: Final = (0, LENGTH // 3, LENGTH)
-"""Where packed sequences begin and end."""
+"""Cumulative lengths of the packed sequences."""
 
 
 def _ours(kind: Kind) -> Callable[..., Tensor]:
     heads = KEY_HEADS * kind.group
-    # With a state and modes, as a watched layer calls them: without these other versions of the kernels are launched.
+    # With state and modes, as in a watched layer; without them, other versions of the kernels would be launched.
     watched: dict[str, Any] = {
         "state": new_state(heads, kind.device),
         "modes": torch.zeros(heads, dtype=torch.int32, device=kind.device),
@@ -152,7 +153,7 @@ def _ours(kind: Kind) -> Callable[..., Tensor]:
 
 
 def _own(kind: Kind) -> Callable[..., Tensor]:
-    """PyTorch's attention; with a softcap, which that has not, its formula."""
+    """Return PyTorch's attention, or its formula if there is a softcap, which PyTorch's does not support."""
     visible = _visible(kind) if kind.packed or kind.window != (-1, -1) or kind.softcap else None
 
     def own(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -169,7 +170,7 @@ def _own(kind: Kind) -> Callable[..., Tensor]:
 
 
 def _visible(kind: Kind) -> Tensor:
-    """Which keys each query sees, bool [LENGTH, LENGTH]."""
+    """Return which keys each query sees, bool [LENGTH, LENGTH]."""
     place = torch.arange(LENGTH, device=kind.device)
     distance = place - place.view(-1, 1)
     left, right = (side if side >= 0 else LENGTH for side in kind.window)
@@ -181,14 +182,15 @@ def _visible(kind: Kind) -> Tensor:
 
 
 def _both_ways(attention: Callable[..., Tensor], *operands: Tensor) -> tuple[Tensor, ...]:
-    """Output of `attention` and gradients of its three operands, at the output's gradient, the fourth."""
+    """Return the output of `attention` and the gradients of query, key and value; operands: these, and the output's
+    gradient."""
     leaves = [x.detach().requires_grad_() for x in operands[:3]]
     out = attention(*leaves)
     return out.detach(), *torch.autograd.grad(out, leaves, operands[3].to(out.dtype))
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Of each ROWS neighbours, [B, H, LENGTH / ROWS]."""
+    """Return the norm of each group of ROWS adjacent rows, [B, H, LENGTH / ROWS]."""
     norm: Tensor = x.double().reshape(*x.shape[:2], -1, ROWS * x.shape[3]).norm(dim=3)
     return norm
 
@@ -198,13 +200,13 @@ def _largest(share: Tensor) -> str:
 
 
 LENGTHS: Final = (1, 7, 129)
-"""One key, fewer than any tile holds, and one more than some tiles hold."""
+"""One key, fewer keys than in any tile, and one more than in some tiles."""
 _OFF: Final = 16.0
-"""Units of rounding that a row may be off, in parts of the longest row of its head and at least of 1."""
+"""Allowed error of a row in units of rounding, relative to the largest norm of a row of its head, at least 1."""
 
 
 def wrong_attention(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> list[str]:
-    """What of PyTorch's causal attention with these shapes is farther from float64 than rounding explains, in words."""
+    """Return sentences about results of PyTorch's causal attention with these shapes that rounding does not explain."""
     found = []
     unit = max(torch.finfo(dtype).eps / 2, 2.0**-11)  # operands of float32 may be multiplied in TF32
     for length in LENGTHS:

@@ -145,7 +145,7 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Send what is left, and give the model back as it was."""
+        """Send the remaining data, and detach from the model."""
         self._end("completed")
 
     def _end(self, status: Any) -> None:
@@ -161,7 +161,7 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Report the checkpoint, and save this process's state in it: the Trainer itself saves only the first one's."""
+        """Report the checkpoint, and save this process's state in it; the Trainer saves only the first process's."""
         folder = _checkpoint(args, state)
         if self.agent is not None:
             self.agent.checkpoint_saved(folder, step=state.global_step, trainer="transformers")
@@ -169,7 +169,7 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             write_state(self.agent, folder / _FILE.format(args.process_index))
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer writes into trainer_state.json with a checkpoint."""
+        """Return the entry that the Trainer writes into a checkpoint's trainer_state.json."""
         if self.agent is not None:
             self.saved = self.agent.state_dict()
         settings = {name: value for name, value in self._overrides.items() if name != "token" and _is_json(value)}

@@ -56,7 +56,7 @@ class Outage:
             count, folder = sum(map(len, kept)), kept[0].path.parent
             self._warn(f"not sent yet: {_batches(count)} in {folder}, for the next process of this run to send{last}")
         if lost:
-            self._warn(f"lost: {self._url} did not accept them and no spool is set: {_batches(lost)}{last}")
+            self._warn(f"lost {_batches(lost)}: {self._url} did not accept them, and no spool is set{last}")
         if dropped:
             counts = ", ".join(f"{count} ({reason})" for reason, count in sorted(dropped.items()))
             self._warn(f"events that were never sent: {counts}")

@@ -127,7 +127,7 @@ class Spool:
             return True
 
     def pop(self) -> None:
-        """Remove the oldest batch, which the service has stored."""
+        """Remove the oldest batch after it was delivered or dropped."""
         self._records.popleft()
         if not self._records:
             os.ftruncate(self._fd, 0)
