@@ -266,7 +266,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         output: tuple[Tensor, ...]
         if _unseen(*inputs[:7]):
-            with torch._C.DisableTorchFunction():  # or a default device would move what the kernels allocate
+            with torch._C.DisableTorchFunction():  # otherwise a default device would apply to the kernels' allocations
                 output = _attention_forward(*inputs)
         else:
             output = attention_forward(*inputs)
@@ -281,8 +281,9 @@ class _Attention(torch.autograd.Function):
 def _unseen(*tensors: Tensor | None) -> bool:
     """Whether PyTorch's dispatcher would call the operator's function directly with these tensors.
 
-    True if no transform, mode (such as selective checkpointing's, but for a default device), tracer or profiler is
-    active, and every tensor is a plain torch.Tensor without a lazy negation and not a zero tensor without memory.
+    True if no transform, tracer, profiler or mode (such as selective checkpointing's) is active, and every tensor is a
+    plain torch.Tensor without a lazy negation and not a zero tensor without memory. A default device is a mode too, but
+    is allowed.
     """
     torch_c = torch._C
     modes = (torch_c._get_function_stack_at(at) for at in range(torch_c._len_torch_function_stack()))
