@@ -17,6 +17,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from prometheus_client.registry import Collector
+from sqlalchemy import event
 from tests.server.scraped import Shown, runs_of, series_of, shown
 
 from foreshock.contract.metrics import metric as labels
@@ -292,6 +293,61 @@ def test_a_tenant_with_many_runs_takes_no_series_from_another_that_came_later(pl
         assert len(found) <= 100 + 2
 
     play(story, max_series=100, tokens=tokens)
+
+
+@pytest.mark.promise("S4")
+async def test_a_scrape_takes_as_many_queries_for_thirty_runs_as_for_three(service: Any) -> None:
+    exposer, statements = service.app.state.exposer, list[str]()
+    take = exposer._take
+
+    def counted(connection: Any, prefix: str) -> Any:
+        statements.clear()  # background work of the service reads on connections of its own
+        event.listen(connection, "before_cursor_execute", lambda *given: statements.append(given[2]))
+        return take(connection, prefix)
+
+    exposer._take = counted
+
+    async def queries() -> int:
+        assert (await service.client.get("/metrics")).status_code == 200
+        return len(statements)
+
+    for number in range(3):
+        await a_full_run(service, run=f"run-{number}")
+    few = await queries()
+    for number in range(3, 30):
+        await a_full_run(service, run=f"run-{number}")
+    assert await queries() == few
+    assert 0 < few < 20
+
+
+@pytest.mark.promise("S6")
+def test_the_budget_cuts_a_run_at_the_same_place_in_whatever_order_its_past_arrived(play: Any) -> None:
+    orders: list[list[tuple[str, str]]] = []
+
+    async def story(service: Any) -> None:
+        way, rank = 1 - 2 * len(orders), FakeRank()
+        switches = [
+            Switched(
+                id=one, step=1, outcome=one, heads=((0, 1),), before=("plain",), after=("exact_delta",), reason="x"
+            )
+            for one in ("applied", "refused")
+        ]
+        counts = [
+            dict([(word, 1) for word in words][::way]) for words in (labels.DROP_REASONS, labels.FAULT_COMPONENTS)
+        ]
+        await service.store(
+            rank, rank.started(), rank.sample(1), AgentHealth(step=1, dropped=counts[0], faults=counts[1])
+        )
+        for one in [rank.verdict(1, name="w", cause="score growth"), rank.verdict(1), *switches][::way]:
+            await service.store(rank, one)
+        await shown(service)
+        [(_, series)] = service.app.state.exposer._made.values()
+        orders.append([(name, text.partition("}")[0]) for own in (*series.urgent, series.whole) for name, text in own])
+
+    for name in ("as they came", "the other way"):
+        play(story, name)
+    assert orders[0] == orders[1]
+    assert len(orders[0]) > 20
 
 
 def runs_series(found: Shown) -> list[str]:
