@@ -24,7 +24,7 @@ from foreshock.contract import wire
 from foreshock.monitor import attach
 from foreshock.monitor.attention import watched_layer
 from foreshock.monitor.detect.detectors import Readings
-from foreshock.monitor.guard import FAULTS_IN_A_ROW, LOG_EVERY_SECONDS, Guard
+from foreshock.monitor.guard import FAULTS_IN_A_ROW, LOG_EVERY_SECONDS, Guard, default_torch_modes
 from foreshock.monitor.sampling import detector_thread
 from foreshock.monitor.sampling.collector import Counted
 from foreshock.monitor.sampling.detector_thread import DetectorResult, DetectorThread
@@ -72,6 +72,16 @@ def test_one_line_per_site_is_logged_in_twenty_seconds_of_the_monotonic_clock(ca
                 if second % 2:
                     raise RuntimeError("ours")
     assert len(caplog.records) == 100 // int(LOG_EVERY_SECONDS)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_loop_under_autocast_and_inference_mode_changes_nothing_that_the_agent_computes(device: str) -> None:
+    weight = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        with default_torch_modes(torch.device(device)):
+            found = weight @ weight
+        assert (weight @ weight).dtype == torch.bfloat16
+    assert (found.dtype, found.is_inference(), found.requires_grad) == (torch.float32, False, False)
 
 
 def broken(*args: Any, **kwargs: Any) -> Any:
