@@ -216,7 +216,7 @@ def test_a_gradient_norm_that_is_spread_over_ranks_is_named_once_and_costs_nothi
         torch.distributed.destroy_process_group()
     assert [s.grad_norm for s in seen.of(wire.Sample)] == [None, None, 2.0]
     assert [s.loss for s in seen.of(wire.Sample)] == [1.0] * 3
-    assert caplog.text.count("give grad_norm.full_tensor()") == 1
+    assert caplog.text.count("pass grad_norm.full_tensor()") == 1
     assert agent.faults == {}
     assert (agent.config.rank, agent.config.world_size) == (0, 2)  # as torch.distributed says
 
