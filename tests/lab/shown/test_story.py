@@ -81,7 +81,7 @@ def test_nobody_acts_where_it_is_said_and_each_kernel_is_the_one_that_trained() 
     assert {trace.header["nature"] for trace in WHOLE.values()} == {"natural"}
     assert {layer.served_by for layer in WHOLE[LEFT_ALONE].started.layers} == {"kernel"}
     assert WHOLE[OF_PYTORCH].header["backend"] == "flash"
-    assert said[OF_PYTORCH].startswith("PyTorch's own flash kernel, kept as it is")
+    assert said[OF_PYTORCH].startswith("PyTorch's own flash kernel, of which a sample of rows is measured")
 
 
 def test_the_warning_comes_before_the_switch_and_the_switch_before_the_score_of_512(
