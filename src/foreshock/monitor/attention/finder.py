@@ -1,6 +1,6 @@
-"""Shows who calls attention in the first step, what a backward runs in fact, and modules that are added after attach.
+"""Find attention that is not watched: by calls in the first step, by autograd graphs, and by modules added later.
 
-A backward shows it in the first steps, and again after modules changed; neither costs a later step anything.
+Graphs are read in the backwards of the first steps, and again after modules changed. Other steps are not slowed down.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,15 @@ from foreshock.monitor.model.discovery import Called, find_attention
 from foreshock.monitor.model.executed import attention_in, broken_rows
 
 _LOOKS: Final = 2
-"""Backwards through the model that are read; the first may be of a part of it."""
+"""The number of backwards through the model that are read; the first may run through only a part of it."""
 _TRIES: Final = 8
-"""Backwards at most that are asked whether they run through the model."""
+"""The maximum number of backwards that are checked for running through the model."""
 
 
 class UnwatchedAttentionFinder:
-    """Finds the attention of `model` that nobody watches. known: names of the attention modules that attach found;
-    given_heads: as attach was given them; layouts: of each watched module, the check to inform when it is gone.
+    """Finds the attention of `model` that is not watched. known: names of the attention modules that attach found.
+    given_heads: the argument of attach. layouts: each watched module and its check, which is informed when the module
+    is removed.
     """
 
     def __init__(
@@ -44,24 +45,26 @@ class UnwatchedAttentionFinder:
         self._executed: dict[str, str] = {}
         self._changed = False
         self.called: dict[str, Called] = {}
-        """Modules that called attention in the first step and are not watched, by name; what their calls showed."""
+        """The sizes that calls showed, by name of each module that called attention in the first step without being
+        watched."""
         self.broken_softmax = ""
-        """Where the first backwards showed that rows of an attention by hand became NaN; the end of a sentence."""
+        """The place where rows of handwritten attention became NaN in the first backwards; the end of a sentence."""
         self.direct: set[str] = set()
-        """Watched modules that called attention themselves in the first step, and not a module within them."""
+        """Watched modules that called attention directly in the first step, not through a child module."""
         outside.scouts.add(self)
         self._registration: Final = register_module_module_registration_hook(self._registered)
         self._begin()
 
     def _begin(self) -> None:
-        """Look at the next backwards."""
+        """Start reading the next backwards."""
         self._looks, self._tries = _LOOKS, _TRIES
         _looking.add(self)
         if torch.autograd.backward is _original:
             torch.autograd.backward = _backward
 
     def note_call(self, module: nn.Module, query: Tensor, key: Tensor) -> bool:
-        """A module calls attention; whether it is of the model and not watched, and can be watched from now on."""
+        """Receive a call of attention by a module; return whether the module belongs to the model, is not watched yet
+        and can be watched from now on."""
         if query.is_nested or id(module) not in self._modules or (model := self._model()) is None:
             return False
         name = next((name for name, each in model.named_modules() if each is module), None)
@@ -78,7 +81,8 @@ class UnwatchedAttentionFinder:
         return True
 
     def why_unmet(self, name: str) -> str | None:
-        """How the module of this name computes attention that is not met, as a backward showed; None where none did."""
+        """Return how the module of this name computes attention that is not intercepted; None if backwards do not show
+        any."""
         return next(
             (why for other, why in self._executed.items() if lies_in(other, name) or lies_in(name, other)), None
         )
@@ -89,12 +93,12 @@ class UnwatchedAttentionFinder:
         return self._looks < _LOOKS
 
     def scouted(self) -> None:
-        """The first step is done: attention that is called from now on is no longer noted by its module."""
+        """Stop recording calls of attention, after the first step."""
         outside.scouts.discard(self)
 
     def take_findings(self) -> dict[str, str]:
-        """Attention found since it was asked last that is not watched: by name of its module, and why. Free where
-        nothing happened."""
+        """Return the reasons why attention that was found since the last call is not watched, by name of its module.
+        Costs nothing if nothing changed."""
         sdpa_rebinding.follow_imports()
         if not self._changed and not self._executed:
             return {}
@@ -112,13 +116,13 @@ class UnwatchedAttentionFinder:
         return found
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop searching."""
         self.scouted()
         self._registration.remove()
         self._done()
 
     def _added(self) -> dict[str, str]:
-        """Attention modules that were not there before."""
+        """Return why attention modules that were added since the last search are not watched, by name."""
         if (model := self._model()) is None:
             return {}
         now = dict(model.named_modules(remove_duplicate=False))
@@ -138,7 +142,7 @@ class UnwatchedAttentionFinder:
         self._changed |= id(parent) in self._modules and child is not None and id(child) not in self._modules
 
     def inspect_graph(self, roots: Sequence[Tensor]) -> None:
-        """Take note of what a backward from `roots` is about to run."""
+        """Record the attention that a backward from `roots` is about to run without being intercepted."""
         model = self._model()
         executed = attention_in(roots, model) if model is not None else None
         self._tries -= 1
@@ -160,7 +164,7 @@ class UnwatchedAttentionFinder:
 
 
 def lies_in(name: str, outer: str) -> bool:
-    """Whether a module is another one or a part of it, by their names."""
+    """Whether the module `name` is the module `outer` or a part of it, by their names."""
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 

@@ -1,14 +1,14 @@
-"""Puts the self-watching attention under an unchanged model, and takes it away again.
+"""Intercept the attention calls of an unchanged model, and undo this when the last agent is closed.
 
-Two ways in. transformers dispatches by name, and hands its function the module. Everything else calls
-`F.scaled_dot_product_attention`, which knows no module: hooks round each watched module's forward say whose call it is.
-Every module of the process that is bound to the function is given ours while an agent is attached. An object that took
-the function before, as a registry or a partial, calls it past us.
+transformers dispatches by name, and passes the module to its function (transformers_attention.py). Other code calls
+`F.scaled_dot_product_attention`, which does not receive the module. Therefore hooks on each watched module's forward
+record whose call it is, and every name in the process that is bound to the function is rebound to foreshock's function
+while an agent is attached. Objects that stored the function before, such as a registry or a partial, bypass it.
 
-`flex_attention` is nearly always called through `torch.compile(flex_attention)`, which people keep in names, classes
-and attributes. So the function's code is replaced and no name. The new code calls a copy of the old one, which every
-compiled function compiles as before and with its own options, and hands operands and output to the probe.
-`varlen_attn` (torchtitan), over sequences packed end to end, is watched as a library's function is.
+`flex_attention` is nearly always called through `torch.compile(flex_attention)`, which user code stores in names,
+classes and attributes. Therefore the function's code is replaced instead of names. The new code calls a copy of the old
+one, which every compiled function compiles as before and with its own options, and passes operands and output to the
+probe. `varlen_attn` (torchtitan), for concatenated sequences, is watched like a library's function.
 """
 
 import functools
@@ -48,7 +48,7 @@ from foreshock.monitor.model.discovery import FLEX, ORIGINAL, SDPA, VARLEN, Entr
 
 
 def _held(space: dict[str, Any] | type, name: str) -> Any:
-    """What a namespace or a class holds there; None where it holds nothing."""
+    """Return the value of a name in a namespace or a class; None if it does not have the name."""
     return (vars(space) if isinstance(space, type) else space).get(name)
 
 
@@ -63,7 +63,7 @@ Operands = tuple[Tensor, Tensor, Tensor]
 
 
 def begin(operands: Operands, score_mod: Any, block_mask: Any, scale: Any, more_than_out: bool) -> Any:
-    """The layer whose call this is, and the output of our kernels where they compute it."""
+    """Return the layer of this call, and the output of our kernels; None for each that does not exist."""
     layer = layer_of_this_call()
     if layer is None:
         note_call_outside(*operands[:2])
@@ -80,7 +80,7 @@ def begin(operands: Operands, score_mod: Any, block_mask: Any, scale: Any, more_
 def end(
     layer: WatchedLayer | None, result: Any, operands: Operands, score_mod: Any, block_mask: Any, scale: Any
 ) -> Any:
-    """`result` of PyTorch's function, of whose output the backward measures a sample."""
+    """Return `result` of PyTorch's function; the backward of its output measures a sample of rows."""
     if layer is None:
         return result
     out, *more = result if isinstance(result, tuple) else (result,)
@@ -88,7 +88,7 @@ def end(
     if score_mod is not None or block_mask is not None:
         compute = modified_scores if torch.compiler.is_compiling() else _named_where_it_fails
         modified = partial(compute, score_mod, block_mask, layer)
-    # uncompiled it rounds the product of queries and keys; a score_mod may make any error of its scores larger
+    # Uncompiled, it rounds the product of queries and keys. A score_mod may enlarge any error of its scores.
     rounds = "scores" if score_mod is None else "unknown"
     probed = layer.probed(
         out, *operands, causal="none", scale=scale, score_mod=modified, rounds=rounds, by="torch.flex_attention"
@@ -106,7 +106,7 @@ def _named_where_it_fails(score_mod: Any, block_mask: Any, layer: WatchedLayer, 
 
 
 def modified_scores(score_mod: Any, block_mask: Any, layer: Any, scores: Tensor, *where: Tensor) -> Tensor:
-    """What a call with these arguments makes of scores [e, H, c, k] at `where`, a ScoreMod's arguments."""
+    """Apply score_mod and block_mask of a call to scores [e, H, c, k]; `where`: the arguments of a ScoreMod."""
     if score_mod is not None:
         scores = _of_each(score_mod, scores, where, scores)
     if block_mask is not None:
@@ -120,8 +120,8 @@ def modified_scores(score_mod: Any, block_mask: Any, layer: Any, scores: Tensor,
 
 
 def _of_each(function: Any, scores: Tensor, where: tuple[Tensor, ...], *given: Tensor) -> Tensor:
-    """`function` of single numbers, those of `given` and of `where`, at each of `scores` [e, H, c, k]."""
-    if torch.compiler.is_compiling():  # each vmap costs the compiler time; what it makes bigger here is fused away
+    """Apply a function of scalars, taken from `given` and `where`, at each of `scores` [e, H, c, k]."""
+    if torch.compiler.is_compiling():  # each vmap costs compile time; fusion removes the expanded tensors
         one_by_one = (x.expand_as(scores).reshape(-1) for x in (*given, *where))
         flat: Tensor = torch.vmap(function)(*one_by_one)
         return flat.view_as(scores)
@@ -135,8 +135,11 @@ def _of_each(function: Any, scores: Tensor, where: tuple[Tensor, ...], *given: T
 def _listed(
     counts: Tensor, indices: Tensor, size: tuple[int, int], entry: Tensor, head: Tensor, query: Tensor, key: Tensor
 ) -> Tensor:
-    """Which keys lie in the blocks that a BlockMask lists for a query, bool [e, H, c, k]: `counts` [B, H, rows of
-    blocks] of the numbers `indices` [B, H, rows of blocks, columns of blocks] count."""
+    """Return which keys are in the blocks that a BlockMask lists for a query, bool [e, H, c, k].
+
+    `indices` [B, H, rows of blocks, columns of blocks] are the column numbers of blocks, of which the first `counts`
+    [B, H, rows of blocks] are valid.
+    """
     at = entry % counts.shape[0], head % counts.shape[1], query // size[0]
     blocks = -(-len(key) // size[1])
     valid = torch.arange(indices.shape[-1], device=key.device) < counts[at]
@@ -146,13 +149,13 @@ def _listed(
 
 
 class _Rebound:
-    """What PyTorch's function calls while it is watched."""
+    """The functions that PyTorch's flex_attention calls while it is watched."""
 
     compiling = staticmethod(torch.compiler.is_dynamo_compiling)
     own: Any
-    """The function as it was."""
+    """The original function."""
     here = begin, end
-    # Where flex_attention alone is compiled, its caller is not: nor are these, which differ from layer to layer.
+    # If only flex_attention is compiled and not its caller, these are not compiled, because they differ between layers.
     apart = torch._dynamo.disable(begin), torch._dynamo.disable(end)  # type: ignore[no-untyped-call]
 
 
@@ -169,8 +172,8 @@ def _watched(
     *,
     return_aux: Any = None,
 ) -> Any:
-    # The arguments are PyTorch's to the letter: torch.compile remembers them of the function, whatever its code.
-    rebound = _foreshock  # type: ignore[name-defined]  # noqa: F821  # this code sees the names of PyTorch's module
+    # The arguments have to be exactly PyTorch's, because torch.compile caches the function's signature.
+    rebound = _foreshock  # type: ignore[name-defined]  # noqa: F821  # runs with the globals of PyTorch's module
     begin, end = rebound.here if rebound.compiling() else rebound.apart
     operands, modified = (query, key, value), (score_mod, block_mask, scale)
     layer, computed = begin(operands, *modified, return_lse or return_aux is not None)
@@ -181,15 +184,15 @@ def _watched(
 
 
 def rebind_flex() -> Callable[[], None]:
-    """Watch every call of flex_attention; returns the undoing."""
+    """Watch every call of flex_attention; return a function that undoes this."""
     if FLEX is None:
         return lambda: None
     code = FLEX.__code__
     _Rebound.own = FunctionType(code, FLEX.__globals__, FLEX.__name__, FLEX.__defaults__)
     _Rebound.own.__kwdefaults__ = FLEX.__kwdefaults__
     FLEX.__globals__["_foreshock"] = _Rebound
-    # Whoever compiled the function calls it with a compiler at work, which would take this code as a whole, and
-    # compile it for each layer. So it leaves this code alone and compiles what it calls.
+    # A compiled flex_attention runs under torch.compile, which would compile this code as a whole, once for each layer.
+    # Skipping this code makes torch.compile compile only the functions that it calls.
     skip_code(_watched.__code__)
     FLEX.__code__ = _watched.__code__
 
@@ -202,16 +205,17 @@ def rebind_flex() -> Callable[[], None]:
 
 def _enter(module: nn.Module, args: Any) -> None:
     layer = getattr(module, LAYER_ATTRIBUTE, None)
-    # a copy of the module's __dict__ may hold the layer too
+    # a copy of the module's __dict__ may contain the layer too
     enter(layer if torch.compiler.is_compiling() or layer is None or layer.home() is module else None)
 
 
 _UNUSED: Final = sys.getrefcount(_enter)
-"""How often the hook is held where no module has it: then nothing has to be searched."""
+"""References to the hook while it is not registered on any module: with this count, a search for copies is not
+necessary."""
 
 
 def leave_no_copies() -> None:
-    """Take hooks and layers out of copies of watched modules; after their undoing."""
+    """Remove hooks and layers from copies of watched modules; call it after these are not watched any more."""
     if sys.getrefcount(_enter) != _UNUSED:
         clean_copies(_enter)
 
@@ -226,7 +230,8 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """PyTorch's function of this name, watched where a watched module calls it; its causal mask starts top left."""
+    """Replace PyTorch's function of this name, and watch it if a watched module calls it. Its causal mask is aligned to
+    the top left."""
     layer = layer_of_this_call()
     if layer is None:
         note_call_outside(query, key)
@@ -236,7 +241,7 @@ def scaled_dot_product_attention(
     why = None
     if attn_mask is None and not enable_gqa and query.dim() == 4 and key.dim() == 4 and query.shape[1] != key.shape[1]:
         why = "query and key differ in heads without enable_gqa"
-    # no function of its own in here: TorchScript reads this one where it compiles a caller
+    # partial instead of a nested function, because TorchScript parses this function when it compiles a caller
     own = functools.partial(
         SDPA, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -244,12 +249,12 @@ def scaled_dot_product_attention(
     return layer.call(own, query, key, value, why=why, mask=attn_mask, **scores)
 
 
-# A model that holds it is pickled while it is attached under the name that PyTorch's function has without us.
+# Objects that contain the function and are pickled while an agent is attached refer to it by PyTorch's name.
 scaled_dot_product_attention.__module__ = F.__name__
 
 
 def _keep_layer(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as called now: in a recompute, it finds the layer that is current now."""
+    """Wrap `function` so that a recompute runs it in the layer that is current now."""
     layer = None if torch.compiler.is_compiling() else layer_of_this_call()
     if layer is None:
         return function
@@ -262,8 +267,8 @@ def _keep_layer(function: Callable[..., Any]) -> Callable[..., Any]:
     return in_layer
 
 
-# What torch.utils.checkpoint.checkpoint calls. Rebinding that function itself would miss those who imported it by name
-# or hold it in a partial, and would hide it from torch.compile, which knows it by identity.
+# Functions that torch.utils.checkpoint.checkpoint calls. Rebinding checkpoint itself would miss modules that imported
+# it by name or use it in a partial, and would hide it from torch.compile, which recognises it by identity.
 _original_non_reentrant: Final = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 _original_reentrant: Final = torch.utils.checkpoint.CheckpointFunction
 
@@ -273,22 +278,22 @@ def _non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 class _Reentrant:
-    """In the place of torch.utils.checkpoint.CheckpointFunction."""
+    """Replaces torch.utils.checkpoint.CheckpointFunction."""
 
     @staticmethod
     def apply(function: Callable[..., Any], *args: Any) -> Any:
         return _original_reentrant.apply(_keep_layer(function), *args)  # type: ignore[no-untyped-call]
 
 
-# torch.compile knows PyTorch's function by identity and leaves it whole in its graph, where its call of attention is
-# traced after the hooks have gone. A copy it looks into, as into anybody's function.
+# torch.compile recognises PyTorch's function by identity and puts it into its graph as a whole. Its attention call is
+# then traced later, when the layer that the hooks set is not current any more. A copy is traced like other functions.
 _original_mha: Final = F.multi_head_attention_forward
 _mha_copy: Final = types.FunctionType(
     _original_mha.__code__, _original_mha.__globals__, _original_mha.__name__, _original_mha.__defaults__
 )
 
-# What that copy calls to check a padding mask. PyTorch's words its refusal in a function that holds the mask, which
-# torch.compile cannot take into a graph; not every version has it.
+# The copy calls this to check a padding mask. PyTorch's check makes its message in a closure over the mask, which
+# torch.compile cannot trace. Not every version has the check.
 _original_padding_check: Final = getattr(F, "_check_key_padding_mask", None)
 
 
@@ -299,10 +304,10 @@ def _check_padding(key_padding_mask: Tensor, source_length: int, batch: int) -> 
 
 
 _COMPILER_SETTINGS: Final = {
-    # The hooks set `current.layer`. A compiled recompute, traced together with its forward, need not do so again, but
-    # torch.compile refuses the hooks' effect inside a checkpoint, at the price of a broken graph, unless this is set.
+    # The hooks set the current layer. A compiled recompute is traced together with its forward and need not set it
+    # again. Without this setting, torch.compile breaks the graph at this side effect inside a checkpoint.
     "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
-    # Or the graph of an unwatched module would be taken for a watched one of the same class, and count nothing.
+    # Otherwise the graph of an unwatched module would be reused for a watched one of the same class, without counting.
     "skip_nnmodule_hook_guards": False,
 }
 
@@ -316,27 +321,27 @@ _REBOUND: Final[tuple[tuple[Any, Any], ...]] = (
     (_original_non_reentrant, _non_reentrant),
     (_original_reentrant, _Reentrant),
 )
-"""PyTorch's own, None where a version has no such function, and ours."""
+"""PyTorch's functions, None for those that this version does not have, and foreshock's replacements."""
 
 
 class SdpaRebinding:
-    """Rebinds every name of PyTorch's attention, and what calls of libraries pass through, while at least one agent is
-    attached."""
+    """Rebinds every name of PyTorch's attention, and the objects that calls of libraries pass through, while at least
+    one agent is attached."""
 
     def __init__(self) -> None:
         self._users = 0
         self._places: list[tuple[dict[str, Any] | type, str, Any, Any]] = []
-        """Namespace or class, name in it, what it was and what we made it."""
+        """Namespace or class, name in it, original and replacement."""
         self._modules = 0
-        """Modules that were imported when libraries were looked for last."""
+        """The number of imported modules when libraries were last searched for."""
         self._undo: Final = ExitStack()
 
     def acquire(self) -> None:
-        """Rebind, unless another agent already did."""
+        """Rebind the functions, unless another agent already did."""
         self._users += 1
         if not self._places:
-            # torch.compile looks PyTorch's functions up by their names, once, when it first meets one. It has to before
-            # they are rebound, or it takes ours for PyTorch's and leaves it whole in its graph, counting nothing.
+            # torch.compile looks up PyTorch's functions by name, once, when it first traces one. It must do so before
+            # they are rebound. Otherwise it takes foreshock's for PyTorch's and does not trace it, so it cannot count.
             torch._dynamo.trace_rules.lookup(SDPA)
             ours = {id(SDPA): scaled_dot_product_attention, id(VARLEN): _varlen_attn}
             for space, name, original in places_of(SDPA, VARLEN):
@@ -349,13 +354,14 @@ class SdpaRebinding:
             self._bind(checkpoints, "CheckpointFunction", _Reentrant)
             self._undo.callback(rebind_flex())
             for name, value in _COMPILER_SETTINGS.items():
-                if hasattr(torch._dynamo.config, name):  # not every version has each
+                if hasattr(torch._dynamo.config, name):  # some versions lack a setting
                     self._undo.callback(setattr, torch._dynamo.config, name, getattr(torch._dynamo.config, name))
                     setattr(torch._dynamo.config, name, value)
         self.follow_imports()
 
     def follow_imports(self) -> bool:
-        """Rebind what libraries brought in since, and say whether there was any; free where nothing was imported."""
+        """Rebind objects of libraries that were imported since the last call; return whether there were any. Costs
+        nothing if nothing was imported."""
         if not self._users or len(sys.modules) == self._modules:
             return False
         self._modules = len(sys.modules)
@@ -369,8 +375,8 @@ class SdpaRebinding:
         _put(space, name, ours)
 
     def release(self) -> None:
-        """Put every name back when the last agent leaves, except those that somebody rebound since; a name that was
-        imported in the meantime got ours, and gets the original."""
+        """Restore every name when the last agent is closed, except names that other code has rebound since. Names
+        imported in the meantime are bound to foreshock's function, and get the original too."""
         self._users -= 1
         if self._users == 0:
             libraries = [(before, ours) for _, _, before, ours in self._places if hasattr(ours, ORIGINAL)]
@@ -378,7 +384,7 @@ class SdpaRebinding:
                 if _held(space, name) is ours:
                     _put(space, name, before)
             self._places.clear()
-            self._undo.close()  # first: what follows walks all modules, and may be interrupted
+            self._undo.close()  # first, because the following search of all modules may be interrupted
             originals = {id(ours): original for original, ours in (*_REBOUND, *libraries)}
             for space, name, ours in places_of(*(ours for _, ours in (*_REBOUND, *libraries))):
                 space[name] = originals[id(ours)]
@@ -390,12 +396,12 @@ sdpa_rebinding: Final = SdpaRebinding()
 
 
 _HOOK_ID: Final = -1
-"""The same in every module: with ids of their own, layers compiled one by one would each need a graph of their own, and
-torch.compile gives up after eight. PyTorch counts its ids up from 0."""
+"""The same in every module: with different ids, layers that are compiled separately would each need their own graph,
+and torch.compile gives up after eight. PyTorch's ids count up from 0."""
 
 
 def watch_module(module: nn.Module, layer: WatchedLayer) -> Callable[[], None]:
-    """Let the calls of attention inside this module's forward count into `layer`; returns the undoing."""
+    """Count the attention calls in this module's forward into `layer`; return a function that undoes this."""
     module.__dict__[LAYER_ATTRIBUTE] = layer
     layer.home = weakref.ref(module)
     outside.layers.add(layer)

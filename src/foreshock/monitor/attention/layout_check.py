@@ -1,13 +1,13 @@
-"""Norms are of the right rows or not measured: what a layer's projections gave and its attention got are compared.
+"""Check that norms are measured on the right rows, by comparing a layer's projections with the inputs of its attention.
 
-Names propose where the heads of queries and keys lie among the outputs of a projection (monitor/model/layers.py). Hooks
-on the projections and the call of attention that follows note the first and the last token of two sequences, in
-compiled code as in any other. At the next reading of the norms these numbers confirm a proposal, or the norms stay
-unmeasured: the features of each head must be as long as those that attention was given, up to one factor for all heads
-and tokens. Rotary positions change no length, and other rows have other lengths.
+Names suggest which outputs of a projection belong to which head of queries and keys (monitor/model/layers.py). Hooks on
+the projections and the following call of attention record the first and the last token of two sequences, also in
+compiled code. When the norms are measured next, these values either confirm a suggested layout, or the norms are not
+measured. To confirm it, the features of each head must have the same length as those that attention received, up to one
+factor for all heads and tokens. Rotary positions do not change lengths, and other rows have different lengths.
 
-In multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) a part of each key is its head's own, made
-from a latent, and another part, which carries the positions, is the same in all heads.
+In multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), one part of each key belongs to its head
+and is computed from a latent. The other part, which encodes the positions, is the same in all heads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,35 +40,37 @@ from foreshock.monitor.model.layers import (
 Numbers = npt.NDArray[np.float64]
 
 _LENGTH: Final = 1e-5
-"""Relative difference of two lengths that are called equal, of operands that round less."""
+"""Relative difference up to which two lengths count as equal, unless the operands' rounding allows more."""
 _ORDERS: Final = ((0, 1, 2, 3), (0, 2, 1, 3), (0, 3))
-"""Which corners of a projection's outputs may be those that attention was given: the same, those of a projection that
-is given tokens before sequences, and those that are the same in any order and where sequences lie end to end."""
+"""Which corners of a projection's outputs may be those that attention received: the same ones; those of a projection
+with the tokens' dimension before that of the sequences; only the first and the last, which are the same in any order
+and for concatenated sequences."""
 
 
 class Call(NamedTuple):
     """The corners of one call: the first and the last token of the first sequence and of the last one."""
 
     outputs: Mapping[nn.Module, Numbers]
-    """By projection, [4, C]."""
+    """The outputs of each projection, [4, C]."""
     query: Numbers
     key: Numbers
     value: Numbers
-    """What attention was given, [4, H, D]."""
+    """The inputs of attention, [4, H, D]."""
     error: float
-    """The largest relative rounding error of them."""
+    """The largest relative rounding error of these values."""
     names: str = ""
-    """Of the projections."""
+    """The names of the projections."""
 
 
 class InconclusiveCallError(Exception):
-    """This call shows nothing, as nothing but zeros does. Another call may."""
+    """This call neither confirms nor refutes a layout, for example because all values are 0. Another call may."""
 
 
 def confirmed(call: Call, proposed: Sequence[Projection]) -> tuple[Projection, bool]:
-    """The first of `proposed` that gives the queries and keys of a call, and whether its keys are read as values too.
+    """Return the first of `proposed` that produces the queries and keys of a call, and whether the call uses these keys
+    as values too.
 
-    Raises ValueError with a sentence if none does; InconclusiveCallError if this call does not show it.
+    Raises ValueError with a message if none does, and InconclusiveCallError if this call does not allow a conclusion.
     """
     given = [call.query, call.key, *call.outputs.values()]
     if not call.outputs or not all(x.size and np.isfinite(x).all() and x.any() for x in given):
@@ -89,29 +91,29 @@ def confirmed(call: Call, proposed: Sequence[Projection]) -> tuple[Projection, b
 
 
 def shared_features(call: Call) -> npt.NDArray[np.bool_]:
-    """The features whose keys all heads share, if the heads differ in others."""
+    """Return the key features that are the same in all heads; none if all features are."""
     same: npt.NDArray[np.bool_] = np.all(call.key == call.key[:, :1], axis=(0, 1))
     return same & ~same.all()
 
 
 def _gives(side: HeadRows | None, part: Numbers, call: Call) -> bool:
-    """Whether the outputs of a projection become this part [4, H, d] of all heads."""
+    """Whether the outputs of a projection become this part [4, H, d] of the inputs of attention, for all heads."""
     if side is None or not part.shape[2]:
         return side is None and not part.shape[2]
     outputs = call.outputs.get(side.holder)
     heads = len(side.starts)
     if outputs is None or part.shape[2] != side.head_dim or part.shape[1] % heads:
         return False
-    rows = side.outputs - (0 if outputs.shape[1] == outputs_of(side.holder) else side.starts[0])  # a process's own part
+    rows = side.outputs - (0 if outputs.shape[1] == outputs_of(side.holder) else side.starts[0])  # a process's shard
     if rows.max() >= outputs.shape[1]:
         return False
-    of_heads = outputs[:, rows.repeat(part.shape[1] // heads, 0)]  # neighbours read one key head
+    of_heads = outputs[:, rows.repeat(part.shape[1] // heads, 0)]  # neighbouring query heads share a key head
     orders = ((of_heads[list(order)], part[[0, 3] if len(order) == 2 else slice(None)]) for order in _ORDERS)
     return any(_as_long(*both, call.error) for both in orders)
 
 
 def _as_long(ours: Numbers, theirs: Numbers, error: float) -> bool:
-    """Whether the heads of `theirs` are as long as those of `ours`, up to one factor. Both [t, H, D]."""
+    """Whether the vectors of `theirs` have the same lengths as those of `ours`, up to one factor. Both [t, H, D]."""
     lengths, wanted = np.linalg.norm(ours, axis=2), np.linalg.norm(theirs, axis=2)
     known = lengths[lengths > 0]
     if len(np.unique(known)) < 2 or np.any((lengths == 0) != (wanted == 0)):
@@ -121,24 +123,25 @@ def _as_long(ours: Numbers, theirs: Numbers, error: float) -> bool:
 
 
 _TRIES: Final = 3
-"""Calls that may fit no layout before the norms stay unknown: one may be of another kind, for example with a cache."""
+"""Calls that do not fit any layout before the norms stay unmeasured. More than one, because a call may be of another
+kind, for example with a cache."""
 _NORMALISED: Final = "its queries and keys are normalised, so its weights alone do not bound its scores"
 _CHANGED: Final = "its projections were changed after attach; attach again to measure their norms"
 _HOOK_ID: Final = -1
-"""The same in every module, as for watched modules (interception.py)."""
+"""Key of the hook, the same in every module as for watched modules (interception.py)."""
 _ALLOWED: Final = 2.0**-6
-"""Relative difference of outputs that passes for rounding: twice the precision of bfloat16."""
+"""Relative difference of outputs that rounding may explain: twice the precision of bfloat16."""
 
 
 class _Noted:
-    """A projection whose outputs are noted."""
+    """A projection whose outputs are recorded."""
 
     def __init__(self, name: str, holder: nn.Module, check: "LayoutCheck") -> None:
         self.name, self.holder, self.check = name, holder, check
         self.outputs: Tensor | Exception | None = None
-        """The corners of the last call, [4, C], or why they could not be kept."""
+        """The corners of the last call, [4, C], or the error that prevented recording them."""
         self.change: tuple[Tensor, Tensor] | None = None
-        """As change_by_weight, of a projection with a forward of its own."""
+        """The result of change_by_weight, for a projection with a forward of its own."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the module is not watched
@@ -148,21 +151,22 @@ class _Noted:
 
 
 class LayoutCheck:
-    """Where W_Q and W_K of one layer lie, as its calls show it."""
+    """Finds the rows of W_Q and W_K of one layer from its calls."""
 
     def __init__(self, owner: nn.Module | None, heads: int, found: Projection | str, name: str = "a layer") -> None:
-        """`found`: what names show, or why they show nothing; then `owner` may hold the names of latent attention.
-        `name`: of the layer, in the log."""
+        """`found`: the layout that names suggest, or why they do not; then `owner` may have the names of latent
+        attention. `name`: the layer's name in the log."""
         self._heads, self._name = heads, name
         self._found = found if isinstance(found, Projection) else None
         self._why = found if isinstance(found, str) else ""
         self._owner = owner if self._found is None else self._found.owner
         self.gone = False
-        """The layer's module is no part of the model any more: another may be in its place."""
+        """Whether the layer's module is no longer part of the model; another may have replaced it."""
         self._proved: Projection | None = None
         self._unscalable, self._tries, self._failed = "", _TRIES, False
         self._given: list[Tensor] | Exception | None = None
-        """The corners of query, key and value of the last call, [4, H, D] each, or why they could not be kept."""
+        """The corners of query, key and value of the last call, [4, H, D] each, or the error that prevented recording
+        them."""
         noted: list[tuple[str, nn.Module]] = []
         if self._owner is not None and self._found is not None:
             holders = (self._found.query.holder, self._found.key.holder)
@@ -170,19 +174,19 @@ class LayoutCheck:
             if any(each is not None and normalises_heads(each) for each in (owner, self._owner)):
                 self.refuse(_NORMALISED)
             elif self._owner in holders:
-                self._proved = self._found  # PyTorch's own module, whose layout is PyTorch's
+                self._proved = self._found  # nn.MultiheadAttention, whose layout is known
         elif self._owner is not None:
             noted = latent_children(self._owner)
         self._noted = [_Noted(*each, self) for each in noted] if self._tries else []
         self._undo: Final = ExitStack()
         self._state: list[tuple[Any, ...]] | None = self._now()
-        """As the projections were at attach; None after the agent left."""
+        """The state of the projections at attach; None after the agent was closed."""
 
     def start(self) -> None:
-        """Put hooks on the projections."""
+        """Register hooks on the projections."""
         for noted in self._noted:
             other = vars(noted.holder).get(LAYOUT_ATTRIBUTE)
-            if isinstance(other, _Noted) and other.holder is noted.holder:  # else it is a copy's
+            if isinstance(other, _Noted) and other.holder is noted.holder:  # else the holder is a copied module
                 for check in (self, other.check):
                     check.refuse(f"another layer computes with its {noted.name} as well")
                 return
@@ -193,23 +197,23 @@ class LayoutCheck:
             self._undo.callback(noted.holder._forward_hooks.pop, _HOOK_ID, None)
 
     def refuse(self, why: str) -> None:
-        """No call shows anything, for this reason."""
+        """Stop checking calls, for this reason; the norms stay unmeasured."""
         self._tries, self._why, self._proved = 0, why, None
 
     def stop(self) -> None:
-        """Take the hooks out again; what the model is made of from then on is not looked at."""
+        """Remove the hooks, and ignore later changes of the projections."""
         self._state = None
         self._undo.close()
 
     @property
     def open(self) -> bool:
-        """Whether a call is still to show where the heads lie."""
+        """Whether a call has yet to show which rows belong to which head."""
         return bool(self._noted) and self._proved is None and self._tries > 0 and self._given is None
 
     # ---- in the forward -------------------------------------------------------------------------------------------
 
     def observe_call(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Attention is given query [..., H, S, D], key and value [..., Hkv, S, D]: keep a few of their tokens."""
+        """Record a few tokens of the inputs of attention: query [..., H, S, D], key and value [..., Hkv, S, D]."""
         if torch.compiler.is_compiling():
             if self._noted and query.dim() > 3 and query.shape[-3] == self._heads and not _in_nested_checkpoints():
                 self._given = [_corners(x, 3) for x in (query, key, value)]
@@ -219,22 +223,23 @@ class LayoutCheck:
                 if all(x.numel() and not x.is_nested for x in given):
                     self._given = [_corners(x, 3) for x in given]
             except Exception as error:
-                self._given = error.with_traceback(None)  # which holds the tensors of the call
+                self._given = error.with_traceback(None)  # the traceback would keep the call's tensors alive
 
     # ---- at a step boundary ---------------------------------------------------------------------------------------
 
     def current(self) -> Projection | None:
-        """Where the weights lie now; None while that is unknown, and where keys have a part that all heads share."""
+        """Return the current location of the weights; None if it is unknown, or if keys have a part that all heads
+        share."""
         found = self.locate()
         return found if found is not None and found.query_of_shared is None else None
 
     def scalable(self) -> Projection | str:
-        """What QK-Clip may scale now, or why it may not."""
-        found = self.locate()  # which may find why it is not
+        """Return the rows that QK-Clip may scale now, or why it may not scale any."""
+        found = self.locate()  # first, because it may set the reason
         return self._unscalable or found or self._why or "no call has shown yet which rows are which head's"
 
     def describe(self) -> str:
-        """Where the weights lie, as far as calls have shown it, or why their norms are not measured."""
+        """Describe the layout of the weights, as far as calls have shown it, or why their norms are not measured."""
         found = self._proved or self._found
         why = "its module was taken out of the model" if self.gone else self._why
         if found is not None and found.query_of_shared is not None:
@@ -242,7 +247,7 @@ class LayoutCheck:
         return found.layout + found.gaps if found is not None and not why else f"norms are not measured: {why}"
 
     def locate(self) -> Projection | None:
-        """Where the weights lie now, by what calls have shown."""
+        """Check the last recorded call, and return the current location of the weights; None if it is unknown."""
         if self.gone:
             return None
         if self._state is not None and self._now() != self._state:
@@ -261,7 +266,7 @@ class LayoutCheck:
         return self._proved
 
     def _note_failure(self, error: Exception) -> None:
-        """A call could not be looked at. Others will be; if memory was short, without limit."""
+        """Log that a call could not be checked. Later calls are tried, without a limit if memory ran out."""
         if not isinstance(error, torch.OutOfMemoryError):
             self._tries -= 1
         self._why = f"its layout could not be looked at: {type(error).__name__}: {str(error)[:100]}"
@@ -270,14 +275,15 @@ class LayoutCheck:
         self._failed = True
 
     def _now(self) -> list[tuple[Any, ...]]:
-        """What makes a projection another than it was: a wrapper round it, adapters, a computed weight, a new
-        forward."""
+        """Return, for each projection, a state that changes with a wrapper round it, adapters, a computed weight or a
+        new forward."""
         there = dict(self._owner.named_children()) if self._owner is not None else {}
         modules = ((there.get(each.name) is each.holder, each.holder) for each in self._noted)
         return [(own, type(it), "forward" in vars(it), has_adapters(it), stored(it) is None) for own, it in modules]
 
     def _prove(self, given: Sequence[Tensor] | Exception) -> Projection:
-        """Where the weights lie, as a call shows it. Raises as `confirmed`, and what kept the call from being noted."""
+        """Return the location of the weights that a call shows. Raises the errors of `confirmed`, and the error that
+        prevented recording the call."""
         written: dict[nn.Module, Tensor] = {}
         for each in self._noted:
             outputs, each.outputs = each.outputs, None
@@ -315,7 +321,7 @@ class LayoutCheck:
 
 
 def _note(module: nn.Module, args: Any, output: Any) -> None:
-    """A projection has computed this."""
+    """Forward hook of a projection: record corners of its output."""
     noted: _Noted | None = getattr(module, LAYOUT_ATTRIBUTE, None)
     if noted is None or not isinstance(output, Tensor) or output.dim() < 2:
         return
@@ -326,25 +332,26 @@ def _note(module: nn.Module, args: Any, output: Any) -> None:
         noted.holder is module and noted.check.open and type(output) is Tensor and output.numel() and not transformed()
     ):
         try:
-            if args and computes_otherwise(module):  # then it is compared with its weight
+            if args and computes_otherwise(module):  # then its output is compared with that of its weight
                 with torch.no_grad():
                     noted.change = change_by_weight(module, args[0], output)
             noted.outputs = _corners(output, 2)
         except Exception as error:
-            noted.outputs = error.with_traceback(None)  # which holds the tensors of the call
+            noted.outputs = error.with_traceback(None)  # the traceback would keep the call's tensors alive
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _in_nested_checkpoints() -> bool:
-    """Whether the traced code is in a checkpoint within another one, where compiling fails if attributes are written:
-    PyTorch (2.13) hands them out of the inner one only. Runs while torch.compile traces; False where it does not."""
+    """Whether the traced code is in a checkpoint within another checkpoint. Compilation fails there if attributes are
+    written, because PyTorch (2.13) passes them out of the inner checkpoint only. Runs while torch.compile traces;
+    otherwise returns False."""
     translator = getattr(torch._dynamo.symbolic_convert.tls, "current_tx", None)
     return translator is not None and len(translator.output.tracers) > 2
 
 
 def _corners(x: Tensor, token_dims: int) -> Tensor:
-    """The corners of x, of which all but the last token_dims dimensions number the sequences, and the last but one the
-    tokens of each."""
+    """Return the corners of x: the first and the last token of the first and of the last sequence. All dimensions but
+    the last `token_dims` index the sequences; the second-last dimension indexes the tokens."""
     first = last = x.detach()
     while first.dim() > token_dims:
         first, last = first[0], last[-1]

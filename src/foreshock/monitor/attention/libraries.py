@@ -1,6 +1,6 @@
-"""Serves or probes the attention of libraries: what stands in the place of the objects that their calls pass through.
+"""Watch the attention of libraries, by replacing the objects through which their calls pass.
 
-An argument that is not known here leaves its call as it is, unmeasured and named.
+Calls with an argument that is not known here are neither changed nor measured; the agent reports the argument.
 """
 
 import functools
@@ -23,7 +23,7 @@ from foreshock.monitor.model.discovery import ORIGINAL, Entry, Make
 
 
 class LibraryCall(NamedTuple):
-    """What a library was asked for, in the terms of `WatchedLayer.call`."""
+    """A call of a library, described by the arguments of `WatchedLayer.call`."""
 
     operands: tuple[Tensor, Tensor, Tensor]
     """Query, key and value as the library takes them."""
@@ -33,7 +33,7 @@ class LibraryCall(NamedTuple):
     """Why our kernels cannot compute it."""
     rounds: Rounds = "operands"
     axes: tuple[int, int, int, int] = (0, 2, 1, 3)
-    """Where batch, heads, tokens and features are, once `four` has given a tensor its four dimensions."""
+    """The dimensions of batch, heads, tokens and features, after `four` has given a tensor four dimensions."""
     four: Callable[[Tensor], Tensor] = lambda x: x
     as_theirs: Callable[[Tensor], Tensor] = lambda x: x
     """Undoes `four` for the output."""
@@ -46,7 +46,7 @@ class LibraryCall(NamedTuple):
 
 
 def stand_in(original: Any, entry: Entry) -> Any:
-    """What calls of the library pass through in the place of `original`, as long as an agent is attached."""
+    """Return the replacement of `original`, through which calls of the library pass while an agent is attached."""
     names, library, describe = tuple(entry.arguments), original.__module__, _DESCRIBED[entry.make]
     name = f"{library}.{original.__name__}"
 
@@ -70,8 +70,8 @@ def stand_in(original: Any, entry: Entry) -> Any:
 
 
 def watched_call(own: Callable[[], Any], describe: Callable[[], LibraryCall | str], name: str) -> Any:
-    """The result of a call of a library's function, by its full name: of our kernels, or its own with a sample of its
-    rows measured."""
+    """Return the result of a call of a library's function with the full name `name`: that of our kernels, or its own
+    with a sample of rows measured."""
     layer = layer_of_this_call()
     if layer is None:
         if not torch.compiler.is_compiling() and not isinstance(call := describe(), str):
@@ -92,7 +92,7 @@ def watched_call(own: Callable[[], Any], describe: Callable[[], LibraryCall | st
         return call.heads_back(computed).contiguous()
     expect_interception()
     result = own()
-    if was_intercepted():  # the library called another, which knows its operands better
+    if was_intercepted():  # the library called another watched function, which is closer to the operands
         return result
     note_interception(*operands[:2])
     out, *more = result if isinstance(result, tuple) else (result,)
@@ -104,7 +104,7 @@ def watched_call(own: Callable[[], Any], describe: Callable[[], LibraryCall | st
 
 
 def _asked(given: dict[str, Any], known: Collection[str]) -> str:
-    """The arguments of a call that say something and are not known, as a list in words."""
+    """Return a list of the arguments of a call that are set but not known, as text."""
     return ", ".join(
         name for name, value in given.items() if name not in known and (isinstance(value, Tensor) or bool(value))
     )
@@ -115,7 +115,7 @@ _FLASH: Final = frozenset(
         *("q", "k", "v", "qkv", "kv", "num_heads_q"),
         *("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k"),
         *("softmax_scale", "causal", "window_size", "softcap", "dropout_p"),
-        # without a word about which scores are computed
+        # no influence on the scores
         *("deterministic", "return_softmax", "return_lse", "is_grad_enabled", "num_splits", "pack_gqa", "sm_margin"),
         *("min_seqlen_k", "scheduler_metadata", "seqlen_k_per_split", "disable_scheduler_metadata"),
     }
@@ -123,7 +123,7 @@ _FLASH: Final = frozenset(
 
 
 def _of_flash(given: dict[str, Any], library: str) -> LibraryCall | str:
-    """A call of flash_attn 2, 3 or 4: its causality and window are aligned bottom right."""
+    """Describe a call of flash_attn 2, 3 or 4. Its causal mask and window are aligned to the bottom right."""
     if asked := _asked(given, _FLASH):
         return f"it passes {asked} to {library}, which is not probed"
     if (qkv := given.get("qkv")) is not None:
@@ -156,13 +156,14 @@ def _of_flash(given: dict[str, Any], library: str) -> LibraryCall | str:
 _VARLEN: Final = frozenset(
     {
         *("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size", "enable_gqa"),
-        "num_splits",  # without a word about which scores are computed
+        "num_splits",  # no influence on the scores
     }
 )
 
 
 def _of_varlen(given: dict[str, Any], library: str) -> LibraryCall | str:
-    """A call of PyTorch's varlen_attn: operands [T, H, D]. Its window is aligned bottom right; right 0 is causal."""
+    """Describe a call of PyTorch's varlen_attn: operands [T, H, D]. Its window is aligned to the bottom right; a right
+    side of 0 is causal."""
     query, key, ends_k = given["query"], given["key"], given["cu_seq_k"]
     asked = _asked(given, _VARLEN) or ("" if ends_k is not None else "no cu_seq_k")
     if asked:
@@ -183,7 +184,7 @@ _TRANSFORMER_ENGINE: Final = frozenset(
     {
         *("self", "query_layer", "key_layer", "value_layer", "qkv_format", "attn_mask_type", "window_size"),
         *("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv", "bottom_right_diagonal"),
-        # without a word about which scores are computed, or only beside others that are named
+        # no influence on the scores, or only together with others that are reported
         *("attention_mask", "core_attention_bias_type", "fast_zero_fill", "bf16_backward", "num_splits"),
         "qkv_interleave_dim",
     }
@@ -192,8 +193,8 @@ _MASK_TYPES: Final = {"": "none", "causal": "top_left", "causal_bottom_right": "
 
 
 def _of_transformer_engine(given: dict[str, Any], library: str) -> LibraryCall | str:
-    """A call of TransformerEngine's DotProductAttention: operands [S, B, H, D], [B, S, H, D] or packed [T, H, D], the
-    output with its heads end to end."""
+    """Describe a call of TransformerEngine's DotProductAttention: operands [S, B, H, D], [B, S, H, D] or packed
+    [T, H, D]. The output has the heads concatenated in the last dimension."""
     module, query = given["self"], given["query_layer"]
     order = given["qkv_format"] or module.qkv_format
     packs = order == "thd"
@@ -234,7 +235,7 @@ def _of_transformer_engine(given: dict[str, Any], library: str) -> LibraryCall |
     why = f"{library} returns more than the output" if getattr(module, "return_max_logit", False) else None
     operands = query, given["key_layer"], given["value_layer"]
     axes = (1, 2, 0, 3) if order == "sbhd" else (0, 2, 1, 3)
-    # which of its backends runs, and whether in 8 bits, its environment says
+    # rounding is unknown, because the library's environment variables choose its backend and whether it uses 8 bits
     return LibraryCall(
         operands, scores, packed, why, "unknown", axes, four, lambda x: (x[0] if packs else x).flatten(-2)
     )

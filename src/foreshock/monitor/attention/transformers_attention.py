@@ -1,8 +1,7 @@
-"""Watches the attention that transformers dispatches by name, which stays the model's own: name, mask and arguments.
+"""Watch the attention that transformers dispatches by name, without changing name, mask or arguments.
 
-What reaches PyTorch's scaled_dot_product_attention, or a library that is known, is met there, as the call that it is.
-Any other function (eager, one that somebody registered) computes as ever, and a sample is measured by what it was
-given.
+Calls that reach PyTorch's scaled_dot_product_attention or a supported library are intercepted there. Other functions
+(eager, or one that the user registered) compute as before, and a sample of rows is measured from their arguments.
 """
 
 from collections.abc import Callable
@@ -36,11 +35,11 @@ _HARMLESS: Final = (
     "position_embeddings",
     "deterministic",
 )
-"""Arguments that reach an attention function without a word about which scores it computes."""
+"""Arguments of attention functions that do not influence the scores."""
 
 _get_interface: Final = AttentionInterface.get_interface
 _users: Final[list[object]] = []
-"""One entry for each agent: one wrapper works for all of them, or each row would count for each."""
+"""One entry for each agent. All agents share one wrapper; otherwise each wrapper would count every row."""
 
 
 def _interface(self: AttentionInterface, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,9 +47,9 @@ def _interface(self: AttentionInterface, name: str, default: Callable[..., Any])
 
 
 def watch_dispatch() -> Callable[[], None]:
-    """Watch every attention that transformers dispatches to, where the calling module is watched; returns the undoing.
+    """Watch every attention that transformers dispatches to for a watched module; return a function that undoes this.
 
-    Names, masks and results stay as they are.
+    Names, masks and results do not change.
     """
     if not _users:
         AttentionInterface.get_interface = _interface
@@ -65,7 +64,8 @@ def watch_dispatch() -> Callable[[], None]:
 
 
 def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`attention`, called as before, with a sample of its rows measured where nothing else meets the call."""
+    """Wrap `attention`, which is called as before, to measure a sample of its rows if the call is not intercepted
+    elsewhere."""
 
     def watched_attention(*args: Any, **kwargs: Any) -> Any:
         module: nn.Module = args[0]
@@ -78,12 +78,12 @@ def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
         query, key, value = args[1:4]
         expect_interception()
         result = attention(*args, **kwargs)
-        if was_intercepted():  # as a call of PyTorch's or of a library, which our kernels may have computed
+        if was_intercepted():  # as a call of PyTorch or of a library, which our kernels may have computed
             return result
         mask = args[4] if len(args) > 4 else kwargs.get("attention_mask")
         unknown = _unknown(name, query, mask, kwargs, len(args) > 5)
         kept = unknown or f"its attention is {name}, which stays"
-        if unknown is None and not kwargs.get("softcap"):  # of both transformers' sdpa would compute something else
+        if unknown is None and not kwargs.get("softcap"):  # otherwise sdpa would compute different scores
             kept += "; set_attn_implementation('sdpa') lets kernels compute it"
         layer.keep_call(kept)
         options = unknown or _described(module, name, query, key, mask, kwargs)
@@ -100,21 +100,21 @@ def _watching(attention: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _unknown(name: str, query: Tensor, mask: Any, kwargs: dict[str, Any], more: bool) -> str | None:
-    """Why the scores of this call cannot be computed from its arguments."""
+    """Return why the scores of this call cannot be computed from its arguments; None if they can."""
     names = [k for k, v in kwargs.items() if v is not None and k not in _KNOWN and k not in _HARMLESS]
     if names or more:
         return f"it passes {', '.join(names) or 'more arguments than a mask'}, which is not probed"
     if not (mask is None or isinstance(mask, Tensor)):
         return f"its mask is a {type(mask).__name__}, which is not probed"
     if name.startswith("flash_attention") and kwargs.get("position_ids") is not None and query.shape[0] == 1:
-        return "its positions may pack several sequences"  # only of a single row flash attention reads them
+        return "its positions may pack several sequences"  # flash attention reads positions only for a batch of one
     return None
 
 
 def _described(
     module: nn.Module, name: str, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> dict[str, Any] | str:
-    """The options of `WatchedLayer.probed`, or why there are none."""
+    """Return the options of `WatchedLayer.probed`, or the reason why the call cannot be measured."""
     dropout, scaling, is_causal, window, softcap, bias = (kwargs.get(k) for k in _KNOWN[:6])
     causal = name != "eager" and (mask is None or mask.dim() == 2) and query.shape[2] > 1
     causal = causal and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -128,7 +128,7 @@ def _described(
     return {
         "mask": scores_mask,
         "causal": "bottom_right" if causal else "none",
-        # its width counts the token itself and, where nothing is causal, reaches as far to either side
+        # the width includes the token itself; without a causal mask the window extends equally to both sides
         "window": (window - 1, -1 if causal else window - 1) if window and name != "eager" else (-1, -1),
         "scale": scaling,
         "softcap": softcap or 0.0,
@@ -137,7 +137,8 @@ def _described(
 
 
 def _mask_of_scores(mask: Tensor | None, queries: int, keys: int) -> Tensor | None:
-    """As PyTorch's attn_mask; flash attention gets the real tokens alone, [B, S], and leaves the others' rows out."""
+    """Return the mask in the form of PyTorch's attn_mask. For flash attention it marks the real tokens, [B, S], and
+    rows of other tokens are omitted."""
     if mask is None:
         return None
     if mask.dim() == 2 and queries == keys:

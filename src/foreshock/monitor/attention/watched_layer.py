@@ -1,12 +1,12 @@
-"""A watched layer: which one a call of attention belongs to, who computes the call, and where it is counted.
+"""Find the watched layer of an attention call, choose who computes the call, and count its rows.
 
-Each thread knows the layer whose forward it runs, but torch.compile follows only plain objects: what is traced reads
-one for the whole process.
+Each thread stores the layer whose forward it is running. torch.compile supports only plain objects, so traced code
+reads one object that is shared by the whole process.
 
-Copies of a watched module leave clean: unwatched, and loaded where foreshock is not installed. copy.deepcopy,
-copy.copy, pickle and torch.save all ask an object for its state by `__getstate__`, and an attribute of that name goes
-before the class's own. Code that copies a module's `__dict__` past it takes hooks and layer along: they do nothing in a
-copy, and are taken out when the copy is attached itself or when the agent leaves.
+Copies of a watched module are not watched, and can be loaded without foreshock. copy.deepcopy, copy.copy, pickle and
+torch.save all get an object's state from `__getstate__`, and an attribute of the instance takes precedence over the
+class's method. Code that copies a module's `__dict__` directly copies the hooks and the layer too. They do nothing in a
+copy, and are removed when the copy is attached itself or when the agent is closed.
 """
 
 import gc
@@ -40,12 +40,12 @@ LAYER_ATTRIBUTE: Final = "_foreshock_layer"
 Backend = Literal["native", "kernels"]
 NOT_RUN: Final = "its forward or backward did not run through the watched attention"
 _EXACT: Final = ("float32", "float64")
-"""Numerics in which no operand and no result of attention is rounded to 16 bits."""
+"""Numerics that do not round the operands and results of attention to 16 bits."""
 
 
 class Packed(NamedTuple):
-    """Sequences that lie end to end in one row: where each begins, int32 [N + 1], and the longest one's length, None
-    where it lies on the device."""
+    """Sequences concatenated along one dimension: the offset of each sequence, int32 [N + 1], and the length of the
+    longest one, None if it is known only on the device."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -54,13 +54,14 @@ class Packed(NamedTuple):
 
 
 def operand_type(query: Tensor) -> torch.dtype:
-    """The type that PyTorch's attention would use."""
+    """Return the dtype in which PyTorch's attention would compute this query."""
     autocast = query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type)
     return torch.get_autocast_dtype(query.device.type) if autocast else query.dtype
 
 
 def numerics_for(query: Tensor, asked: str) -> Any:
-    """The Numerics of one call: as `asked`, and under "auto" those of the type that PyTorch's attention would use."""
+    """Return the Numerics of one call: `asked`, or under "auto" those of the dtype that PyTorch's attention would
+    use."""
     if asked != "auto":
         return asked
     if query.dtype == torch.float64:
@@ -69,7 +70,8 @@ def numerics_for(query: Tensor, asked: str) -> Any:
 
 
 def _why_not_third_last(query: Tensor, heads: int) -> str | None:
-    """Why a query with windows in a dimension of their own may not be [B, windows, heads, S, D]; None where it is."""
+    """Return why the heads of a query with more than four dimensions may not be in its third-last dimension, as in
+    [B, windows, heads, S, D]; None if they can only be there."""
     if [dim for dim in range(1, query.dim() - 2) if query.shape[dim] == heads > 1] in ([], [query.dim() - 3]):
         return None
     unclear = f"which dimension holds its {heads} heads is unclear"
@@ -78,10 +80,10 @@ def _why_not_third_last(query: Tensor, heads: int) -> str | None:
 
 @dataclass(eq=False)
 class WatchedLayer:
-    """One layer's place in the packed buffers: `state` int64 [H, SLOT_COUNT] and `modes` int32 [H], both views.
+    """One layer's views of the packed buffers: `state` int64 [H, SLOT_COUNT] and `modes` int32 [H].
 
-    It lies on the module (LAYER_ATTRIBUTE), so that it is found again in a recompute and under torch.compile. Each call
-    is computed by our kernels or by the model's own attention, of which a sample is measured.
+    It is stored on the module (LAYER_ATTRIBUTE), so that a recompute and compiled code can find it. Each call is
+    computed by our kernels or by the model's own attention; of the latter, a sample of rows is measured.
     """
 
     name: str
@@ -93,62 +95,62 @@ class WatchedLayer:
     sampling: str = ""
     """Key of the agent's sampling, for the probe."""
     sample_counter: Tensor | None = None
-    """The probe's counter, int64 [1]; None where no agent samples the layer."""
+    """The probe's counter, int64 [1]; None if the layer is not sampled by an agent."""
     largest: Tensor | None = None
-    """The largest score of all rows of each head in a step that is computed in full, float32 [H], else -inf."""
+    """The largest score of all rows of each head, float32 [H], in a step that computes all scores; else -inf."""
     backend: Backend = "kernels"
-    """What is asked to compute its calls; "native": the model's own attention, of which a sample is measured."""
+    """The requested backend. "native": the model's own attention, of which a sample of rows is measured."""
     layout: "LayoutCheck | None" = None
-    """Shows where W_Q and W_K of its heads lie."""
+    """Finds the rows of W_Q and W_K that belong to each head."""
     rounds: bool = field(init=False)
-    """Whether its attention is computed in a type that rounds; under "auto" taken from the last eager call."""
+    """Whether its attention is computed in a dtype that rounds; under "auto" set by the last eager call."""
     has_score_mod: bool = field(default=False, init=False)
-    """A call gave its scores to a function, which the pass over all rows does not know."""
+    """Whether a call used a score_mod or a block mask, which the pass over all rows does not support."""
     reason: str | None = field(default=None, init=False)
-    """Why the last call of training that our kernels could not compute stayed native, since they were asked to."""
+    """Why our kernels could not compute the last training call that stayed native; reset when they are requested."""
     dropout_p: float = field(default=0.0, init=False)
-    """The dropout probability of the last call that trained."""
+    """The dropout probability of the last training call."""
     computed_by: str = field(default="", init=False)
-    """The function that computed its last sampled call, by its full name."""
-    # What calls showed, in attributes that compiled code only writes: what it reads would compile it once more.
+    """The full name of the function that computed its last sampled call."""
+    # Findings of calls. Compiled code only writes these attributes, because reading one would trigger a recompilation.
     kernels: Literal["", "fit", "ran"] = field(default="", init=False)
-    """What is known of our kernels: they can compute a call that trained, as far as is known without a comparison, or
-    computed one since they were asked to."""
+    """"fit": our kernels can compute its training calls, unless a comparison shows a difference. "ran": they computed
+    one since they were requested."""
     differs: bool = field(default=False, init=False)
-    """Our kernels differ from PyTorch's attention in the last calls that were compared."""
+    """Whether our kernels differ from PyTorch's attention in the last calls that were compared."""
     stayed_native: set[str] = field(default_factory=set, init=False)
-    """Why calls stayed native, as far as it was said."""
+    """Reasons why calls stayed native, each of which was logged."""
     unmeasured: dict[str, None] = field(default_factory=dict, init=False)
-    """Why calls were neither computed by our kernels nor measured, in the order in which they came."""
+    """Reasons why calls were neither computed by our kernels nor measured, in the order of the calls."""
     home: Callable[[], nn.Module | None] = field(default=lambda: None, init=False)
-    """The module that it watches, as a weak reference."""
+    """A weak reference to the watched module."""
     head_dim: int = field(default=0, init=False)
-    """Features of a query of the last call that was met; 0 before the first, and not set by compiled code."""
+    """Features of a query in the last call; 0 before the first call. Not set by compiled code."""
     silent: bool = field(default=False, init=False)
-    """Samples came in, and none showed a row of it."""
+    """Whether samples were taken, but did not contain a row of this layer."""
     ran: bool = field(default=False, init=False)
-    """Its module's forward ran; not set by compiled code."""
+    """Whether its module's forward ran; not set by compiled code."""
 
     def __post_init__(self) -> None:
-        # .data: a version of its own. Views of one buffer share theirs, so that one layer's backward would make
-        # autograd refuse what the graph of another layer, compiled by itself, has saved.
+        # .data has its own version counter. Views of one buffer share a counter, so one layer's backward would make
+        # autograd reject the tensors that the graph of another, separately compiled layer has saved.
         self.state, self.modes = self.state.data, self.modes.data
         self.rounds = self.numerics not in _EXACT
         self.sample_counter = None if self.sample_counter is None else self.sample_counter.data
         self.largest = None if self.largest is None else self.largest.data
         for buffer in (self.state, self.modes, self.sample_counter, self.largest):
-            if buffer is not None:  # spares torch.compile's CUDA graphs a copy of it in every step
+            if buffer is not None:  # saves torch.compile's CUDA graphs a copy of it in every step
                 torch._dynamo.mark_static_address(buffer, guard=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the module is not watched
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # nor is one that is loaded again
+        return type(None), ()  # an unpickled module is not watched either
 
     @property
     def why_not_counted(self) -> str:
-        """Why the layer counted nothing, as far as it is known."""
+        """Why the layer did not count any rows, as far as is known."""
         if self.unmeasured:
             return "; ".join(self.unmeasured)
         if self.head_dim:
@@ -161,40 +163,41 @@ class WatchedLayer:
         return NOT_RUN
 
     def go_on(self, before: "WatchedLayer") -> None:
-        """Take up what another layer, of the same module, counted and saw."""
+        """Take over the counts and findings of another layer of the same module."""
         self.state.copy_(before.state)
         for name in ("rounds", "head_dim", "dropout_p", "ran", "unmeasured", "stayed_native"):
             setattr(self, name, getattr(before, name))
 
     @property
     def idle(self) -> bool:
-        """Its module's forward ran uncompiled, and nothing of it was met or counted. It may wait for the device."""
+        """Whether its module's forward ran uncompiled, but no attention call was intercepted or counted. It may wait
+        for the device."""
         rows = self.state[:, [Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS]]
         return self.ran and not self.head_dim and not self.unmeasured and not bool(rows.any())
 
     def ask(self, backend: Backend) -> None:
-        """From now on this is to compute its calls; what comes of it only calls show."""
+        """Request a backend for all later calls; the calls show whether it can compute them."""
         if backend != self.backend:
             self.backend, self.kernels = backend, self.kernels and "fit"
             self.reason = self.reason if backend == "native" else None
 
     def count_unmeasured_call(self, reason: str) -> None:
-        """Take note of a call that is neither computed by our kernels nor measured, and say so once."""
+        """Record a call that is neither computed by our kernels nor measured; each reason is logged once."""
         if torch.compiler.is_compiling() or reason in self.unmeasured:
-            return  # the check of each sample finds the layer that was not hit
+            return  # compiled layers without rows are found when a sample is checked
         self.unmeasured[reason] = None
         logger.warning("foreshock: %s is not watched in this call: %s", self.name, reason)
 
     @property
     def sampled(self) -> bool:
-        """Whether calls of it stay native, and a sample of them is measured in some steps."""
+        """Whether its calls stay native, so that a sample of rows is measured in some steps."""
         return self.backend == "native" or self.reason is not None
 
     def call(
         self, own: Callable[[], Tensor], query: Tensor, key: Tensor, value: Tensor, *, why: str | None, **call: Any
     ) -> Tensor:
-        """The output [..., H, Sq, D] of a call: by our kernels where they can, else by `own`, the model's own
-        attention, of which a sample is measured. `why` and `call`: as `on_kernels` takes them."""
+        """Return the output [..., H, Sq, D] of a call. Our kernels compute it if they can, else `own`, the model's own
+        attention, and a sample of rows is measured. `why` and `call`: as for `on_kernels`."""
         computed = self.on_kernels(query, key, value, why=why, **call)
         return self.probed(own(), query, key, value, **call) if computed is None else computed
 
@@ -209,12 +212,12 @@ class WatchedLayer:
         packed: Packed | None = None,
         **scores: Any,
     ) -> Tensor | None:
-        """The output [B, H, Sq, D] of our kernels; None where the call stays with the model's own attention. `why`: a
-        reason for that; `scores`: causal, window, scale, softcap and dropout_p, by name."""
+        """Return the output [B, H, Sq, D] of our kernels; None if the model's own attention has to compute the call.
+        `why`: a reason for that which the caller knows; `scores`: causal, window, scale, softcap and dropout_p."""
         if mask is not None:
             why = "it passes a mask"
         elif why is None and (why := self.problem(query, key, value)) is not None and torch.compiler.is_compiling():
-            why = "our kernels do not take its operands"  # a sentence of sizes has no place in a graph
+            why = "our kernels do not take its operands"  # without sizes, which may be symbols in a graph
         if why is None and self.backend == "kernels":
             why = self._why_not_proven(query, key, packed, **scores)
             if why is None:
@@ -227,7 +230,7 @@ class WatchedLayer:
         return None
 
     def keep_call(self, reason: str) -> None:
-        """Take note of a call that our kernels cannot compute, and say so once."""
+        """Record a call that our kernels cannot compute; each reason is logged once."""
         if torch.is_grad_enabled():
             self.reason = reason
         if not torch.compiler.is_compiling() and reason not in self.stayed_native:
@@ -235,8 +238,8 @@ class WatchedLayer:
             logger.info("foreshock: %s keeps its own attention in this call: %s", self.name, reason)
 
     def problem(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-        """Why our kernels cannot compute a call with query [B, H, Sq, D], key and value [B, Hkv, Sk, D]; None: they
-        can."""
+        """Return why our kernels cannot compute a call with query [B, H, Sq, D], key and value [B, Hkv, Sk, D]; None if
+        they can."""
         if (reason := self._misfit(query, key, value)) is not None:
             return reason
         if query.dim() != 4 or key.shape[0] != query.shape[0]:
@@ -248,17 +251,17 @@ class WatchedLayer:
         if query.device.type == "cpu":
             return None
         if self.numerics == "auto" and numerics != "kernel":
-            # The reference is right there too, but its memory grows with the square of the length.
+            # The reference implementation would be correct, but its memory grows with the square of the length.
             return (
                 f"its operands are {str(query.dtype).removeprefix('torch.')}; the kernels are for 16 bits. Train under "
                 "autocast, or ask for numerics='float32', which is slow"
             )
-        if numerics == "kernel" and (head_dim % 8 or head_dim > 256):  # or torch.compile would make a graph that fails
+        if numerics == "kernel" and (head_dim % 8 or head_dim > 256):  # else torch.compile makes a graph that fails
             return f"its head dim is {head_dim}; the kernels support multiples of 8 up to 256"
         return None
 
     def _misfit(self, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-        """Why a call can be neither computed nor measured."""
+        """Return why a call can be neither computed by our kernels nor measured; None if it can."""
         heads = self.state.shape[0]
         if query.is_nested:
             return "its query is a nested tensor; [B, H, S, D] is measured"
@@ -281,9 +284,10 @@ class WatchedLayer:
     def _why_not_proven(
         self, query: Tensor, key: Tensor, packed: Packed | None, *, scale: float | None = None, **scores: Any
     ) -> str | None:
-        """How our kernels differ from PyTorch's attention in calls of this kind; None where they do not."""
+        """Return why our kernels are not proven to agree with PyTorch's attention in calls of this kind, None if they
+        are."""
         numerics = numerics_for(query, self.numerics)
-        # in compiled code sizes may be symbols, of which index makes constants
+        # sizes may be symbols in compiled code; index() turns them into constants
         head_dim, group = operator.index(query.shape[3]), operator.index(query.shape[1] // key.shape[1])
         (softcap,) = constants(scores.get("softcap", 0.0))
         if scale is not None:
@@ -293,7 +297,7 @@ class WatchedLayer:
         return cast("str | None", why_not_proven(*kind, *rule, packed is not None))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: Packed | None, **options: Any) -> Tensor | None:
-        """The output of our operator, [B, H, Sq, D], or None when it refuses this call."""
+        """Return the output of our operator, [B, H, Sq, D], or None if the operator rejects this call."""
         given = options | {
             "numerics": numerics_for(query, self.numerics),
             "state": self.state,
@@ -316,7 +320,7 @@ class WatchedLayer:
         return out
 
     def _meets(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, **options: Any) -> bool:
-        """Take note of a call and its output; whether a backward will run through it."""
+        """Record a call and its output; return whether a backward will run through it."""
         if self.layout is not None:
             self.layout.observe_call(query, key, value)
         if torch.is_grad_enabled():
@@ -328,7 +332,7 @@ class WatchedLayer:
         return out.requires_grad
 
     def refusal(self, mode: int) -> str | None:
-        """Why this layer's heads cannot be given a mode, as its calls have been; None where they can."""
+        """Return why this layer's heads cannot be switched to a mode, as far as its calls show; None if they can."""
         if mode and self.silent and not self.head_dim:
             return f"none of its calls is met: {self.why_not_counted}"
         could = bool(self.kernels) and not self.differs
@@ -347,8 +351,8 @@ class WatchedLayer:
         by: str = "torch.nn.functional.scaled_dot_product_attention",
         **options: Any,
     ) -> Tensor:
-        """`out` [..., H, Sq, D] of the model's own attention, the function `by`, of which the backward measures a
-        sample where asked."""
+        """Return `out` [..., H, Sq, D], which the model's own attention, the function `by`, computed. Its backward
+        measures a sample of rows if one is due."""
         if not self._meets(query, key, value, out, **options) or self.sample_counter is None:
             return out
         if (reason := self._misfit(query, key, value)) is not None:
@@ -366,7 +370,7 @@ class WatchedLayer:
 
 
 LAYOUT_ATTRIBUTE: Final = "_foreshock_layout"
-"""Of a projection: the check of where its heads are (layout_check.py)."""
+"""Attribute of a projection whose outputs are recorded to find its heads (layout_check.py)."""
 _NAME: Final = "__getstate__"
 _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks")
 _TRAITS_OF_HOOKS: Final = {
@@ -383,7 +387,8 @@ def _state_without_us(module: nn.Module) -> Any:
 
 
 def _stripped(state: dict[str, Any]) -> dict[str, Any]:
-    """`state`, a module's attributes, without ours; its dictionaries of hooks may be shared and stay as they are."""
+    """Remove our attributes and hooks from `state`, a module's attributes. Dictionaries of hooks may be shared, so they
+    are replaced by new ones instead of changed."""
     for name in (_NAME, LAYER_ATTRIBUTE, LAYOUT_ATTRIBUTE):
         state.pop(name, None)
     for hooks in _HOOKS:
@@ -397,7 +402,7 @@ def _stripped(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether an agent watches this very module; what a copy of another one holds is taken out of it."""
+    """Whether an agent watches this very module. If it is a copy of a watched module, remove our attributes from it."""
     if LAYER_ATTRIBUTE not in vars(module):
         return False
     layer = vars(module)[LAYER_ATTRIBUTE]
@@ -408,13 +413,14 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def clean_copies(hook: Callable[..., Any]) -> None:
-    """Take ours out of every module that holds `hook`, which each watched module has, and is not watched itself."""
-    # of its own module: whoever refers to that is found by a second walk of the heap alone
+    """Remove our attributes and hooks from every module that has `hook`, as each watched module does, but is not
+    watched itself."""
+    # Skip the globals of the module that defines the hook: they would always make a second walk of the heap necessary.
     own = getattr(hook, "__globals__", None)
     dicts = [each for each in gc.get_referrers(hook) if isinstance(each, dict) and each is not own]
     held = [each for each in dicts if hook in each.values()]
     for owner in gc.get_referrers(*held) if held else ():
-        # the attributes of an object are a dictionary of their own, or, in newer versions of Python, part of it
+        # An object's attributes are a separate dictionary or, in newer versions of Python, part of the object.
         space = vars(owner) if issubclass(type(owner), nn.Module) else owner
         if isinstance(space, dict) and any(space.get(name) in held for name in _HOOKS):
             layer = space.get(LAYER_ATTRIBUTE)
@@ -424,13 +430,13 @@ def clean_copies(hook: Callable[..., Any]) -> None:
 
 
 def is_ours(hook: object) -> bool:
-    """Whether a hook of a module was put there by the agent."""
+    """Whether the agent registered this hook of a module."""
     return str(getattr(hook, "__module__", "")).startswith("foreshock.monitor.")
 
 
 def leave_no_trace_in_copies(module: nn.Module) -> Callable[[], None]:
-    """Let copies and pickles of `module` carry no hook and no layer of ours; returns the undoing, to be called when
-    they have been taken out."""
+    """Omit our hooks and our layer from copies and pickles of `module`. Returns a function that undoes this, to be
+    called after they were removed from `module`."""
     vars(module)[_NAME] = types.MethodType(_state_without_us, module)
 
     def undo() -> None:
@@ -442,48 +448,50 @@ def leave_no_trace_in_copies(module: nn.Module) -> Callable[[], None]:
 
 
 _LOOKED_AT: Final = 256
-"""Calls outside every watched module that are asked where they come from."""
+"""The number of calls outside every watched module whose calling module is searched for."""
 
 
 class _OfThread(threading.local):
     def __init__(self) -> None:  # runs once in each thread
         self.layer: WatchedLayer | None = None
         self.frame: FrameType | None = None
-        """The frame of its forward's call; None in a recompute."""
+        """The frame that calls the layer's forward; None in a recompute."""
         self.outer: list[tuple[WatchedLayer | None, FrameType | None]] = []
-        """Layers whose forward called that of the running one, the outermost first."""
+        """Layers whose forward called the current layer's forward, the outermost first."""
         self.intercepted = False
-        """A call of PyTorch's attention was met, and computed or measured as what it is."""
+        """Whether an attention call was intercepted, and computed or measured."""
 
 
 class _Traced:
-    # With a __dict__, what torch 2.13 traces would read what stood here before its last subgraph, as flex_attention's.
+    # With a __dict__, code that torch 2.13 traces would read outdated values from before its last subgraph (such as
+    # that of flex_attention).
     __slots__ = ("entered", "intercepted", "layer")
 
     def __init__(self) -> None:
         self.layer: WatchedLayer | None = None
         self.intercepted = False
         self.entered = False
-        """Compiled code entered the layer, and not a hook that ran alone: a call behind a graph break finds it
-        here."""
+        """Whether compiled code entered the layer, and not an uncompiled hook: a call after a graph break finds the
+        layer here."""
 
 
 class Scout(Protocol):
-    """Wants to know which modules call attention that is not watched."""
+    """Collects the modules that call attention without being watched."""
 
     def note_call(self, module: nn.Module, query: Tensor, key: Tensor) -> bool:
-        """`module` calls attention with query [..., H, S, D] and key [..., Hkv, S, D]; whether it takes note of it."""
+        """Receive a call of attention by `module`, with query [..., H, S, D] and key [..., Hkv, S, D]; return whether
+        it was recorded."""
 
 
 class _Outside:
     calls: int = 0
-    """Calls of attention outside every watched module, in the whole process."""
+    """Attention calls outside every watched module, in the whole process."""
     trained: int = 0
-    """Those of them that may train: not of evaluation, of an average or of a teacher."""
+    """Those of them with gradients enabled: not calls of evaluation, of an averaged model or of a teacher."""
     layers: Final[WeakSet[WatchedLayer]] = WeakSet()
-    """Layers of every agent attached."""
+    """The layers of all attached agents."""
     scouts: Final[WeakSet[Scout]] = WeakSet()
-    """Of agents whose first step is under way."""
+    """The scouts of agents in their first step."""
 
 
 _mine: Final = _OfThread()
@@ -492,7 +500,8 @@ outside: Final = _Outside()
 
 
 def enter(layer: WatchedLayer | None) -> None:
-    """The forward of this layer's module begins; called by the hook that its caller calls."""
+    """Record that the forward of this layer's module begins. Only the module's hook may call this function, because it
+    takes the frame of the hook's caller."""
     _traced.layer = layer
     _traced.entered = torch.compiler.is_compiling()
     if not torch.compiler.is_compiling():
@@ -505,7 +514,8 @@ def enter(layer: WatchedLayer | None) -> None:
 
 
 def leave(*_: object) -> None:
-    """That forward is over; the one that called it continues. What is traced forgets both. A hook of the module."""
+    """Record that the forward ended and the layer that called it continues; traced code forgets both. This is a hook
+    of the module."""
     _traced.layer = None
     if not torch.compiler.is_compiling():
         _mine.layer, _mine.frame = _mine.outer.pop() if _mine.outer else (None, None)
@@ -514,7 +524,7 @@ def leave(*_: object) -> None:
 
 @contextmanager
 def again_in(layer: WatchedLayer) -> Iterator[None]:
-    """Part of a layer's forward alone is computed again; never under torch.compile."""
+    """Assign calls to `layer` while only a part of its forward is recomputed; not to be used under torch.compile."""
     before = _traced.layer, _mine.layer, _mine.frame, _mine.outer
     _traced.layer, _mine.layer, _mine.frame, _mine.outer = layer, layer, None, []
     try:
@@ -524,9 +534,10 @@ def again_in(layer: WatchedLayer) -> Iterator[None]:
 
 
 def layer_of_this_call() -> WatchedLayer | None:
-    """The layer whose forward is running in this thread; None where the call is none of its business."""
-    # What is transformed or exported is to be the model's own, without us. (Traced by torch 2.11, is_exporting() says
-    # True of every compiled model; the flag behind it is right.)
+    """Return the layer whose forward is running in this thread; None if this call does not belong to a layer or must
+    not be changed."""
+    # A transformed or exported model must not contain foreshock. (While torch 2.11 traces, is_exporting() returns True
+    # for every compiled model; the flag that it reads is correct.)
     if torch.compiler.is_compiling():
         return None if torch.compiler._is_exporting_flag else _traced.layer
     if transformed():
@@ -538,13 +549,14 @@ def layer_of_this_call() -> WatchedLayer | None:
 
 
 def transformed() -> bool:
-    """Whether torch.func, a tracer or forward mode runs the model, which is then to be the model's own."""
+    """Whether torch.func, a tracer or forward mode runs the model, which must then run without foreshock."""
     functorch = torch._C._are_functorch_transforms_active()
     return functorch or torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0
 
 
 def _leave_what_was_interrupted() -> None:
-    # The hook after a forward does not run where KeyboardInterrupt or SystemExit left it: its frame shows that.
+    # The hook after a forward does not run if KeyboardInterrupt or SystemExit ended the forward: then the frame that
+    # called the forward is not running any more.
     while _mine.frame is not None and not _is_running(_mine.frame):
         leave()
 
@@ -557,14 +569,15 @@ def _is_running(called: FrameType) -> bool:
 
 
 def forget() -> None:
-    """No agent is attached any more."""
+    """Reset the state of this thread and of the process after the last agent was closed."""
     _mine.outer.clear()
     leave()
     _traced.entered, outside.calls, outside.trained = False, 0, 0
 
 
 def note_interception(query: Tensor | None = None, key: Tensor | None = None) -> None:
-    """An attention was called in a watched forward, with query [..., H, S, D] and key [..., Hkv, S, D], and met."""
+    """Record that an attention call in a watched forward was intercepted, with query [..., H, S, D] and key
+    [..., Hkv, S, D]."""
     _traced.intercepted = True
     if not torch.compiler.is_compiling():
         _mine.intercepted = True
@@ -573,29 +586,29 @@ def note_interception(query: Tensor | None = None, key: Tensor | None = None) ->
 
 
 def expect_interception() -> None:
-    """From now on it matters whether one is met."""
-    # What is traced only writes it: to read what an earlier run left would make a second graph.
+    """Reset `was_intercepted` before a call of attention."""
+    # Traced code only writes the flag: reading the value of an earlier run would compile a second graph.
     _traced.intercepted = False
     if not torch.compiler.is_compiling():
         _mine.intercepted = False
 
 
 def was_intercepted() -> bool:
-    """Whether the call was intercepted since `expect_interception` was last called."""
+    """Whether an attention call was intercepted since `expect_interception` was last called."""
     return _traced.intercepted if torch.compiler.is_compiling() else _mine.intercepted
 
 
 def note_call_outside(query: Tensor, key: Tensor) -> None:
-    """Count a call of attention that is not watched, with query [..., H, S, D] and key [..., Hkv, S, D]."""
-    if torch.compiler.is_compiling() or query.is_meta:  # shapes without numbers, as of somebody who counts operations
+    """Count an attention call that is not watched, with query [..., H, S, D] and key [..., Hkv, S, D]."""
+    if torch.compiler.is_compiling() or query.is_meta:  # shapes without values, for example to count operations
         return
     if _mine.layer is not None:
         _mine.layer.count_unmeasured_call(
             "torch.func, forward mode or a tracer runs it, and sees the model without foreshock"
         )
         return
-    # Inside a backward and in no watched module: something recomputes an attention call, and lost its layer on the way.
-    # PyTorch's own attention computes it: it is counted nowhere, and rounded otherwise than in its first pass.
+    # Inside a backward, but outside every watched module: a recompute lost the layer of the call. PyTorch's own
+    # attention computes it, so its rows are not counted, and rounded differently than in the first pass.
     recomputed = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and not outside.calls
     if recomputed and any(layer.backend == "kernels" for layer in list(outside.layers)):
         logger.warning(
@@ -610,7 +623,8 @@ def note_call_outside(query: Tensor, key: Tensor) -> None:
 
 
 def tell_scouts(module: nn.Module | None, query: Tensor, key: Tensor) -> bool:
-    """`module` calls attention that is not watched; whether an agent takes note of it, to watch it from now on."""
+    """Report an attention call of `module` that is not watched; return whether an agent recorded it, to watch the
+    module from now on."""
     if module is None or transformed():
         return False
     noted = [scout.note_call(module, query, key) for scout in list(outside.scouts)]
@@ -618,8 +632,8 @@ def tell_scouts(module: nn.Module | None, query: Tensor, key: Tensor) -> bool:
 
 
 def _caller() -> nn.Module | None:
-    """The innermost module whose forward is running; a watched one among those running learns that no hook of it ran.
-    None then, and where none is running."""
+    """Return the innermost module whose forward is running, None if there is none. If a watched module is among those
+    running, record in its layer that its hooks did not run, and return None."""
     running = list(_running_modules())
     for module in running:
         if isinstance(layer := vars(module).get(LAYER_ATTRIBUTE), WatchedLayer):
@@ -631,11 +645,11 @@ def _caller() -> nn.Module | None:
 
 
 def _running_modules() -> Iterator[nn.Module]:
-    """Modules whose forward is running in this thread, the innermost first."""
+    """Yield the modules whose forward is running in this thread, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        # Frames alone that end soon: before Python 3.13 a frame that was asked for its locals keeps them alive as they
-        # are now until it ends, and those of a training loop are a loss with its graph.
+        # Only frames that end soon: before Python 3.13, reading a frame's locals keeps their current values alive until
+        # the frame ends, and the locals of a training loop include a loss with its graph.
         if frame.f_code.co_name in ("forward", "_call_impl"):
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module):
