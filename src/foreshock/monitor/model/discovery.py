@@ -1,11 +1,11 @@
-"""Proposes the attention modules of a model by their parts, and describes each one; what runs decides.
+"""Find candidates for attention modules by their attributes and children, and describe each one.
 
-No code is read. A number of heads with layers that make queries, or with a class that is called attention, makes a
-candidate, whose calls of attention are met. The first step shows which candidates compute attention, and which other
-modules do.
+The model's code is not analysed. A module is a candidate if it has a number of heads and either layers that compute
+queries or a class name that contains attention. The agent intercepts its calls of attention. The first step shows which
+candidates compute attention, and which other modules do.
 
-All calls of a library pass through a few objects of its own: `flash_attn_func` ends in `FlashAttnFunc.apply`. They are
-recognised here without importing any of them.
+All calls of a library pass through a few of its objects: `flash_attn_func` calls `FlashAttnFunc.apply`. This module
+recognises them without importing any library.
 """
 
 import inspect
@@ -41,30 +41,31 @@ except ImportError:  # before torch 2.9
 Make = Literal["flash_attn", "transformer_engine", "varlen"]
 
 ORIGINAL: Final = "_foreshock_original"
-"""Attribute of what stands in the place of a library's object: that object."""
+"""Attribute of the replacement of a library's object: the original object."""
 
 _FLASH_ATTN: Final = [
     f"FlashAttn{ends}{packed}Func" for ends in ("", "Varlen") for packed in ("", "QKVPacked", "KVPacked")
 ]
 _KNOWN: Final[tuple[tuple[str, frozenset[str], Make], ...]] = (
-    # flash_attn from 2.3 on, flash_attn_interface (3), flash_attn.cute (4), and their copies in modules of any name
+    # flash_attn 2.3 or later, flash_attn_interface (3), flash_attn.cute (4), and copies of them in other modules
     *((name, frozenset({"softmax_scale", "causal", "window_size"}), "flash_attn") for name in _FLASH_ATTN),
     ("DotProductAttention", frozenset({"query_layer", "qkv_format", "attn_mask_type"}), "transformer_engine"),
 )
-"""Name of an object, arguments that it has to take (or it is another's of the same name), and whose it is."""
+"""Name of an object, arguments that it must have (otherwise it is unrelated and only has the same name), and its
+library."""
 _NAMES: Final = frozenset(name for name, _, _ in _KNOWN)
 
 
 class Entry(NamedTuple):
-    """An object that calls of a library pass through."""
+    """An object through which calls of a library pass."""
 
     make: Make
     arguments: dict[str, Any]
-    """In order and with their defaults, None for none; "self" of a module's forward."""
+    """The arguments in order, with their defaults or None; the forward of a module has "self" too."""
 
 
 def recognised(value: Any) -> Entry | None:
-    """What a library's function, torch.autograd.Function or module class is; None for anything else."""
+    """Return the Entry of a library's function, torch.autograd.Function or module class; None for anything else."""
     if not isinstance(value, type | FunctionType) or value.__name__ not in _NAMES:
         return None
     value = vars(value).get(ORIGINAL, value)
@@ -79,13 +80,13 @@ def recognised(value: Any) -> Entry | None:
 
 
 def arguments_of(function: Any, after: int = 0) -> dict[str, Any]:
-    """As `Entry.arguments`, without the first `after`."""
+    """Return the arguments of a function as in `Entry.arguments`, without the first `after`."""
     named = list(inspect.signature(function).parameters.values())[after:]
     return {each.name: None if each.default is each.empty else each.default for each in named}
 
 
 def entries() -> Iterator[tuple[dict[str, Any] | type, str, Any, Entry]]:
-    """(globals of a module or a class, name in it, object, what it is) of every library that is imported."""
+    """Yield (globals of a module or a class, name in it, object, Entry) for every library that is imported."""
     for module in list(sys.modules.values()):
         space = getattr(module, "__dict__", None)
         if not isinstance(space, dict):
@@ -102,28 +103,28 @@ def entries() -> Iterator[tuple[dict[str, Any] | type, str, Any, Entry]]:
 
 
 def make_of(module: nn.Module) -> Make | None:
-    """Whose attention module it is; None where it is no library's."""
+    """Return the library of an attention module; None if it does not belong to a known library."""
     found = (recognised(kind) for kind in type(module).__mro__ if issubclass(kind, nn.Module))
     return next((entry.make for entry in found if entry is not None), None)
 
 
 SDPA: Final = torch.nn.functional.scaled_dot_product_attention
-"""PyTorch's own function, whatever the name is bound to later."""
+"""PyTorch's function, even if the name is rebound later."""
 
 _varlen: Final[Any] = getattr(varlen, "varlen_attn", None)
 VARLEN: Final[Any] = _varlen if _varlen and "window_size" in inspect.signature(_varlen).parameters else None
-"""PyTorch's function for packed sequences; None in a version that has none, or, as 2.10, one of other arguments."""
+"""PyTorch's function for packed sequences; None if it is missing or, as in 2.10, has other arguments."""
 
 _flex: Final[Any] = flex.flex_attention
 FLEX: Final[Any] = _flex if (_flex.__code__.co_argcount, _flex.__code__.co_kwonlyargcount) == (9, 1) else None
-"""PyTorch's function of modified scores and block masks; None in a version of other arguments, as before 2.9."""
+"""PyTorch's function for modified scores and block masks; None if it has other arguments, as before 2.9."""
 
 _ATTENTION: Final = re.compile("Att|(?<![A-Za-z])att|attent|attn|mha|msa|MHA|MSA|ATT")
-"""In the name of a class that computes attention."""
+"""Parts of the name of a class that computes attention."""
 _QUERIES: Final = re.compile(
     r"(w_?|to_|c_)?(q|qkv|query|queries)(_?(proj|linear|states|layer))?|query_key_value|c_attn|in_proj", re.I
 )
-"""What people call queries, or the layer that makes them."""
+"""Common names of queries, or of the layer that computes them."""
 _BASES: Final = ("torch.nn.modules.module", "transformers.modeling_utils")
 
 _HEADS: Final = (
@@ -158,48 +159,49 @@ _CONFIGS: Final = ("config", "cfg", "args", "model_args")
 
 
 class Called(NamedTuple):
-    """What a call of attention shows of the module that makes it."""
+    """Sizes of a module's attention, as one of its calls shows them."""
 
     heads: int
     kv_heads: int
     head_dim: int
     rounds: bool = True
-    """Whether its operands are of 16 bits, or taken to them by autocast."""
+    """Whether its operands have 16 bits, also by autocast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One attention module. `problem` says why it cannot be watched; None when it can."""
+    """One attention module. `problem`: why it cannot be watched; None if it can."""
 
     name: str
     module: nn.Module
     heads: int = 0
-    """Those that this process computes."""
+    """The number of heads that this process computes."""
     kv_heads: int = 0
-    """0 where neither an attribute nor a projection shows it."""
+    """0 if neither an attribute nor a projection shows it."""
     head_dim: int = 0
-    """0 where neither shows it: the first call does."""
+    """0 if neither an attribute nor a projection shows it; the first call does."""
     first_head: int = 0
-    """Global number of the first of them (tensor parallelism)."""
+    """Global number of the first head of this process (tensor parallelism)."""
     projection: Projection | None = None
     unmeasured: str = ""
-    """Why the norms of its weights are not measured, where there is no projection."""
+    """If there is no projection: why the norms of its weights are not measured."""
     owner: nn.Module | None = None
-    """Whose children make its queries and keys."""
+    """The module whose children compute queries and keys."""
     problem: str | None = None
     certain: bool = False
-    """It is attention, whatever the first step calls: PyTorch's module, a library's, or one that the user names."""
+    """Whether it is attention even if the first step does not call it: a module of PyTorch or of a library, or one that
+    the user names."""
 
 
 def find_attention(
     model: nn.Module, given_heads: Mapping[str, int], called: Mapping[str, Called] | None = None
 ) -> list[Found]:
-    """The modules of `model` that compute attention, in the order of the model's own modules.
+    """Return the modules of `model` that compute attention, in the order of `named_modules`.
 
-    `given_heads` gives the number of heads, by module name. `called`: what a step showed, by the name of each module
-    that called attention; None: nothing ran yet, and these are candidates by their parts.
+    `given_heads`: numbers of heads by module name. `called`: findings of a step by the name of each module that called
+    attention; None if nothing ran yet, in which case the result is a list of candidates.
     """
-    # .items(): the dictionary of a module that TorchScript compiled cannot be iterated itself
+    # .items(), because iterating over the dictionary of a TorchScript module fails
     parents = {f"{name}.{c}" if name else c: m for name, m in model.named_modules() for c, _ in m._modules.items()}
     found: list[Found] = []
     for name in _chosen(model, given_heads, called):
@@ -214,7 +216,7 @@ def find_attention(
 
 
 def _chosen(model: nn.Module, given_heads: Mapping[str, int], called: Mapping[str, Called] | None) -> list[str]:
-    """Names of the modules that are to be described; of candidates that lie within each other, the innermost."""
+    """Return the names of the modules to describe; of nested candidates only the innermost."""
     if called is not None:
         return [name for name, _ in model.named_modules() if name in called]
     chosen: list[str] = []
@@ -223,7 +225,7 @@ def _chosen(model: nn.Module, given_heads: Mapping[str, int], called: Mapping[st
     for name, module in model.named_modules():
         parts, called_attention = f"{name}." if name else "", is_called_attention(module)
         if name.startswith((*libraries, *(() if called_attention or name in given_heads else attentions))):
-            continue  # a part of a library's module, or a helper, as the indexer of DeepSeek-V3.2
+            continue  # a part of a library's module, or a helper such as the indexer of DeepSeek-V3.2
         if isinstance(module, nn.MultiheadAttention) or make_of(module) is not None:
             libraries.append(parts)
         elif name not in given_heads and not _looks_like_attention(module):
@@ -236,8 +238,9 @@ def _chosen(model: nn.Module, given_heads: Mapping[str, int], called: Mapping[st
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
-    """Whether it has a number of heads of its own and weights, or that of its configuration and parts or a name that
-    show attention. The first step shows whether it is."""
+    """Whether a module may compute attention: its own attribute gives a number of heads, and it has parameters or a
+    class name of attention; or its configuration gives the number, and it has parts or a class name of attention. The
+    first step shows whether it does."""
     if isinstance(module, torch.jit.ScriptModule):
         return False
     if _number(module, _HEADS, ()):
@@ -247,20 +250,20 @@ def _looks_like_attention(module: nn.Module) -> bool:
 
 
 def is_called_attention(module: nn.Module) -> bool:
-    """Whether the name of its class says that it computes attention."""
+    """Whether the class name of a module, or of a base class, contains attention."""
     return any(_ATTENTION.search(kind.__name__) for kind in type(module).__mro__ if kind.__module__ not in _BASES)
 
 
 def _describe(
     name: str, module: nn.Module, parent: nn.Module | None, given_heads: int | None, shown: Called | None
 ) -> Found | None:
-    """What its attributes, its weights and a call of it show; None where nothing shows how many heads it has."""
-    # an inner module that only calls the kernel (torchtitan's, OLMo-core's) leaves the weights to the module round it
+    """Describe a module by its attributes, its weights and a call; None if none of them shows its number of heads."""
+    # if an inner module only calls the kernel (torchtitan, OLMo-core), its parent has the weights
     inner = parent is not None and next(module.parameters(), None) is None
     owner = parent if inner and parent is not None else module
     heads = given_heads or (shown.heads if shown else None) or _number(module, _HEADS) or _number(owner, _HEADS)
     if heads and not given_heads and not shown and make_of(module) == "transformer_engine":
-        heads //= _number(module, ("tp_size",)) or 1  # it numbers those of all processes
+        heads //= _number(module, ("tp_size",)) or 1  # its attribute counts the heads of all processes
     if not heads:
         return None
     kv_heads = _number(owner, _KV_HEADS) or _number(module, _KV_HEADS) or 0
@@ -268,7 +271,7 @@ def _describe(
     kv_heads = kv_heads if heads % (kv_heads or heads) == 0 else 0
     head_dim = shown.head_dim if shown is not None else _number(owner, _HEAD_DIM) or 0
     head_dim = sizes_by_width(owner, heads, kv_heads, head_dim)[1]
-    if head_dim and (of_all := all_query_heads(owner, head_dim)) > heads:  # it has the number of its own rank's heads
+    if head_dim and (of_all := all_query_heads(owner, head_dim)) > heads:  # its attribute counts this rank's heads
         heads, kv_heads = of_all, of_all * kv_heads // heads
     kv_heads, _ = sizes_by_width(owner, heads, kv_heads, head_dim)
     projection = find_projection(owner, heads, kv_heads or heads, head_dim) if head_dim else None
@@ -278,7 +281,8 @@ def _describe(
 
 
 def _share(found: Found, model: nn.Module) -> Found:
-    """The heads that this process computes under tensor parallelism, as its sharded projections show it."""
+    """Restrict `found` to the heads that this process computes under tensor parallelism, as sharded projections show
+    them."""
     projection = found.projection
     if found.problem is not None or projection is None:
         return found
@@ -300,11 +304,11 @@ def _share(found: Found, model: nn.Module) -> Found:
 
 
 def _number(holder: Any, names: Sequence[str], within: Sequence[str] = _CONFIGS) -> int | None:
-    """The first positive integer among these attributes of `holder`, then among those of its attributes `within`."""
+    """Return the first positive integer among these attributes of `holder`, else of its attributes `within`."""
     for name in names:
         try:
             value = getattr(holder, name, None)
-        except Exception:  # transformers' configurations refuse a number that differs from layer to layer
+        except Exception:  # transformers' configurations raise if the number differs between layers
             value = None
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
@@ -313,15 +317,15 @@ def _number(holder: Any, names: Sequence[str], within: Sequence[str] = _CONFIGS)
 
 
 def places_of(*functions: Any) -> list[tuple[dict[str, Any], str, Any]]:
-    """Every (module globals, name, function) where a module is bound to one of these functions of PyTorch or of ours,
-    PyTorch's own modules included; a function that is None is nowhere."""
-    # What a compiled graph calls, it calls by its name in torch._C: that has to stay PyTorch's.
+    """Return (module globals, name, function) for every name that is bound to one of these functions of PyTorch or
+    foreshock, also in PyTorch's own modules. Functions that are None are ignored."""
+    # Compiled graphs call functions by their names in torch._C, which must stay bound to PyTorch's.
     left_alone = ("foreshock.", "torch._C")
     wanted = {id(function) for function in functions if function is not None}
     places: list[tuple[dict[str, Any], str, Any]] = []
     for module in list(sys.modules.values()):
         space = getattr(module, "__dict__", None)
-        # nearly every module has none: what says so must not look at half a million names one by one
+        # Nearly every module has none. This test has to be fast, because there are half a million names.
         if not isinstance(space, dict) or wanted.isdisjoint(map(id, list(space.values()))):
             continue
         if not str(getattr(module, "__name__", "")).startswith(left_alone):
@@ -331,17 +335,19 @@ def places_of(*functions: Any) -> list[tuple[dict[str, Any], str, Any]]:
 
 _HEAD: Final = ("layer", "attention module", "heads", "key heads", "head dim", "W_Q and W_K", "how it is watched")
 _NAMED: Final = 3
-"""Members of a group that are named one by one."""
+"""Up to this size of a group, all members are listed."""
 
 
 def listed(names: Sequence[str]) -> str:
-    """The names of a group, those in the middle left out where there are many."""
+    """Return the names of a group; if there are many, those in the middle are omitted."""
     return ", ".join(names) if len(names) <= _NAMED else f"{names[0]}, {names[1]}, ..., {names[-1]}"
 
 
 def table_of(found: Sequence[Found], layouts: Iterable[str], how: str) -> str:
-    """Modules that differ in their number alone share a line; of those that are watched `layouts` say where W_Q and W_K
-    lie, and `how` how they are watched."""
+    """Return the table of attention modules; modules that differ only in their number share a line.
+
+    `layouts`: the layout of W_Q and W_K of each watched module. `how`: how these modules are watched.
+    """
     groups: dict[tuple[str, ...], tuple[tuple[str, ...], list[tuple[str, str]]]] = {}
     number, where = 0, iter(layouts)
     for each in found:

@@ -1,12 +1,12 @@
-"""What a model computes in fact, read from the autograd graph of a backward: nothing is run for it.
+"""Find the attention that a model computes from the autograd graph of a backward, without running anything for it.
 
-Softmax attention is a softmax of scores, which came out of a product of two activations, whose result is passed on to
-another product; or one of PyTorch's own attention operators. A product with a parameter is a linear layer: a router's
-softmax is no attention. Additive attention has no such product, and is not looked for. Where a graph was compiled, or
-is made again in the backward, nothing is seen of it.
+Softmax attention is one of PyTorch's attention operators, or a softmax of scores that are a product of two activations,
+where the result of the softmax is an operand of another product. A product with a parameter is a linear layer, so the
+softmax of a router is not attention. Additive attention does not have such a product and is not detected, nor is
+attention in a graph that is compiled or recomputed in the backward.
 
-The softmax of such an attention saved its result for the backward, where rows that became NaN can be looked at. A
-tensor that something else packs, as activation checkpointing does, is not read.
+The softmax of such an attention saves its result for the backward, so rows that became NaN can be counted there. A
+tensor that is packed by other hooks, such as those of activation checkpointing, is not read.
 """
 
 import itertools
@@ -18,39 +18,39 @@ import torch
 from torch import Tensor, nn
 
 _PRODUCTS: Final = {"BmmBackward0": 0, "MmBackward0": 0, "BaddbmmBackward0": 1}
-"""Products of two matrices, and which of their inputs is the first of these."""
+"""Products of two matrices, and the index of the input that is the first matrix."""
 _PASS_ON: Final = re.compile(
     "(Unsafe)?View|Reshape(Alias)?|Expand|Permute|Transpose|T|Clone|ToCopy|Mul|Div|Add|Sub|Neg|(Native|Fused)?Dropout|"
     "MaskedFill|Where|NanToNum|Slice|Select|Squeeze|Unsqueeze|Cat|Stack|Index|Gather|Alias|Unbind|Split|Sum"
 )
-"""Functions that hand on what they are given, elementwise or to another place."""
+"""Functions that change values elementwise, or only their shape or position."""
 _SOFTMAX: Final = ("Softmax", "SafeSoftmax")
 _OPERATOR: Final = re.compile(r"_?ScaledDotProduct\w*Attention\w*Backward0")
 _PROBE: Final = "_Probed"
-"""What stands behind an attention that is met and measured (monitor/attention/probe.py)."""
+"""The node after an attention that is intercepted and measured (monitor/attention/probe.py)."""
 _LAYER: Final = re.compile(
     "Addmm|Linear|.*Convolution|Embedding|ScaledDotProduct|ScaledGroupedMm|GroupedMm|.*Checkpoint"
 )
 _FAR: Final = 64
-"""Functions looked at from one on, until its inputs are given up."""
+"""Maximum number of nodes in one search through a node's inputs."""
 
 BY_HAND: Final = "computes its attention by hand"
 OUT_OF_REACH: Final = "calls PyTorch's attention where it cannot be met"
 
 
 class Executed(NamedTuple):
-    """An attention that is not met."""
+    """An attention that is not intercepted."""
 
     how: str
     """BY_HAND or OUT_OF_REACH"""
     softmax: Any = None
     product: Any = None
-    """Nodes of the graph: its softmax, and the product of its queries and keys; None where there is none"""
+    """Nodes of the graph: its softmax, and the product of its queries and keys; None for an attention operator"""
 
 
 def attention_in(roots: Iterable[Tensor], model: nn.Module) -> dict[str, Executed] | None:
-    """What a backward from `roots` would run of attention that is not met: by name of the module that holds the weights
-    of its queries and keys. None where it runs through no parameter of `model`."""
+    """Return the attention that is not intercepted in a backward from `roots`, by name of the module with the weights
+    of its queries and keys. None if the backward does not reach a parameter of `model`."""
     nodes = _all_from([root.grad_fn for root in roots if root.grad_fn is not None])
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if not any(id(getattr(node, "variable", None)) in names for node in nodes):
@@ -69,7 +69,7 @@ def attention_in(roots: Iterable[Tensor], model: nn.Module) -> dict[str, Execute
         for pair, how in executed:
             if (name := _owner(pair, names, modules)) is not None:
                 found.setdefault(name, how)
-    return {name: found[name] for name in modules if name in found}  # nodes of a graph come in no order
+    return {name: found[name] for name in modules if name in found}  # nodes of a graph are not ordered
 
 
 def _all_from(roots: list[Any]) -> list[Any]:
@@ -96,7 +96,8 @@ def _kind(node: Any) -> str:
 
 
 def _near(start: Any, goes_on: Callable[[Any], bool]) -> Iterator[Any]:
-    """Nodes from `start` on, the nearest first, without the inputs of those that do not go on."""
+    """Yield `start` and its inputs recursively, the nearest first. Inputs of a node are followed if `goes_on` returns
+    True for it."""
     level, seen = [start], {start}
     for node in level:
         yield node
@@ -112,12 +113,12 @@ def _passes_on(node: Any) -> bool:
 
 
 def _scores_behind(weights: Any) -> Iterator[tuple[list[Any], Executed]]:
-    """The two activations of each product whose softmax these weights are."""
+    """Yield the two operands of each product of activations whose softmax is these weights, with its nodes."""
     for softmax in _near(weights, _passes_on):
         if softmax is not None and _kind(softmax) in _SOFTMAX:
             for node in filter(_is_product, _near(_inputs(softmax)[0], lambda node: not _is_product(node))):
                 operands = _operands(node)
-                # a product with a softmax is the output of another attention, or of a router
+                # a product with the result of a softmax is the output of another attention or of a router
                 if not any(map(_is_parameter, operands)) and not any(map(_weighs, operands)):
                     yield operands, Executed(BY_HAND, softmax, node)
 
@@ -131,7 +132,7 @@ def _weighs(node: Any) -> bool:
 
 
 def _is_parameter(node: Any) -> bool:
-    """Whether a product's operand is made of parameters and constants alone, without a layer between."""
+    """Whether a product's operand is computed only from parameters and constants, and not by a layer."""
     return not any(map(_is_layer, _near(node, lambda before: not _is_layer(before))))
 
 
@@ -140,7 +141,8 @@ def _is_layer(node: Any) -> bool:
 
 
 def _owner(operands: list[Any], names: Mapping[int, str], modules: Mapping[str, nn.Module]) -> str | None:
-    """The module that holds the nearest weights of both; None where there are none that show it."""
+    """Return the innermost module that contains the nearest weights of both operands; None if an operand does not have
+    any."""
     paths = []
     for operand in operands:
         named = (names.get(id(getattr(node, "variable", None))) for node in _near(operand, lambda _: True))
@@ -151,13 +153,13 @@ def _owner(operands: list[Any], names: Mapping[int, str], modules: Mapping[str, 
     holder = modules[".".join(path)]
     containers = nn.MultiheadAttention | nn.Sequential | nn.ModuleList | nn.ModuleDict
     if path and type(holder).__module__.startswith("torch.nn.modules.") and not isinstance(holder, containers):
-        path = path[:-1]  # a layer that makes queries and keys
+        path = path[:-1]  # a layer that computes queries and keys
     return ".".join(path)
 
 
 def broken_rows(found: Executed) -> tuple[str, bool]:
-    """How many rows left the softmax as NaN, and why, as a part of a sentence, empty if none did or it is not known;
-    and whether they broke there, since its queries and keys are finite."""
+    """Return how many rows of the softmax's result are NaN, and why, as a part of a sentence, empty if the result has
+    none or is not known; and whether the rows first broke there, because queries and keys are finite."""
     weights = saved_by(found.softmax, "result")
     if weights is None or weights.dim() < 2:
         return "", False
@@ -174,7 +176,8 @@ def broken_rows(found: Executed) -> tuple[str, bool]:
 
 
 def saved_by(node: Any, name: str) -> Tensor | None:
-    """What a node of the graph saved for its backward; None if that is packed, or the node is of another kind."""
+    """Return a tensor that a node of the graph saved for its backward; None if it is packed by other hooks or the node
+    does not save a tensor of this name."""
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:

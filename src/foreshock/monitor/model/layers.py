@@ -1,8 +1,8 @@
-"""Where W_Q and W_K of each head lie, in their many layouts, as views into the module's own weights.
+"""Locate W_Q and W_K of each head, in many layouts, as views of the module's own weights.
 
-A spectral norm does not mind a transpose, so every layout is read as rows: the rows of head h are the weight vectors of
-its D query (key) features over the E inputs. A weight is read only where that runs no code of the model. Which part of
-it this process holds is read off a DTensor's placements: no collective is needed for it.
+A transpose does not change a spectral norm, so every layout is read as rows: the rows of head h are the weight vectors
+of its D query (key) features over the E inputs. A weight is read only if that does not run code of the model. The part
+of a DTensor that this process stores follows from its placements, without a collective.
 """
 
 import re
@@ -21,19 +21,20 @@ Spans = list[tuple[int, int]]
 
 
 def is_sharded(weight: object) -> bool:
-    """Whether the weight is a DTensor, of which a process holds a part."""
+    """Whether the weight is a DTensor, of which each process stores a part."""
     return hasattr(weight, "device_mesh") and hasattr(weight, "placements")
 
 
 def is_wrapped(weight: Tensor) -> bool:
-    """Whether the weight only stands for numbers that are kept otherwise, as a quantised one, and is no DTensor."""
+    """Whether the weight is a tensor subclass with another representation of its values, for example quantised, but
+    not a DTensor."""
     return not is_sharded(weight) and type(weight).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def spans_of(weight: Any, mesh_dims: Sequence[int] | None = None) -> Spans:
-    """What this process holds of a weight, cut as torch.chunk cuts it.
+    """Return the part of a weight that this process stores, split as torch.chunk splits it.
 
-    `mesh_dims` limits it to the shards over those dimensions of the mesh.
+    `mesh_dims`: the dimensions of the mesh whose shards are considered, by default all.
     """
     spans = [(0, int(size)) for size in weight.shape]
     if not is_sharded(weight):
@@ -44,7 +45,8 @@ def spans_of(weight: Any, mesh_dims: Sequence[int] | None = None) -> Spans:
         return [(0, 0)] * len(spans)
     (coordinate,) = found
     dims = range(len(placements)) if mesh_dims is None else mesh_dims
-    # FSDP's shard of a tensor-parallel weight stands to the left, but was cut last; PyTorch marks it so
+    # FSDP's placement of a tensor-parallel weight comes first, but its split was made last. PyTorch marks such a
+    # placement with a split_factor.
     for dim in sorted(dims, key=lambda d: hasattr(placements[d], "split_factor")):
         cut: int | None = getattr(placements[dim], "dim", None)
         if cut is not None:
@@ -55,9 +57,9 @@ def spans_of(weight: Any, mesh_dims: Sequence[int] | None = None) -> Spans:
 
 
 def tensor_parallel_dims(weight: Any, *, under_fsdp: bool) -> list[int]:
-    """The mesh dimensions over which a DTensor is computed with in parts, not only stored in parts.
+    """Return the mesh dimensions over which the computation with a DTensor is sharded, not only its storage.
 
-    FSDP gathers a weight before it is used. Its own dimensions stand first: a replicated one, if any, then a sharded.
+    FSDP gathers a weight before using it. Its dimensions come first: a replicated one, if any, then a sharded one.
     """
     placements = weight.placements
     first = 0
@@ -67,7 +69,7 @@ def tensor_parallel_dims(weight: Any, *, under_fsdp: bool) -> list[int]:
 
 
 def under_fsdp(model: nn.Module, name: str) -> bool:
-    """Whether FSDP2 (`fully_shard`) wraps the module of this name or one round it."""
+    """Whether FSDP2 (`fully_shard`) wraps the module of this name or a module that contains it."""
     from torch.distributed.fsdp import FSDPModule
 
     owners = [model]
@@ -77,14 +79,17 @@ def under_fsdp(model: nn.Module, name: str) -> bool:
 
 
 def local_tensor(weight: Any) -> Tensor:
-    """The part of a weight that this process holds, without its history."""
+    """Return the part of a weight that this process stores, detached."""
     held: Tensor = weight.to_local() if is_sharded(weight) else weight
     return held.detach()
 
 
 def stored(module: nn.Module, name: str = "weight") -> Any:
-    """The tensor of this name, or None where a property computes it: reading that would run code of the model, which
-    may write or draw numbers, or give the weight under adapters."""
+    """Return the stored tensor of this name; None if there is none, for example because a property computes it.
+
+    Reading a property would run code of the model, which may change state, draw random numbers, or return the base
+    weight without its adapters.
+    """
     for held in (module._parameters, module._buffers, vars(module)):
         if name in held:
             return held[name]
@@ -92,19 +97,19 @@ def stored(module: nn.Module, name: str = "weight") -> Any:
 
 
 def device_of(*modules: nn.Module) -> torch.device:
-    """Where the first parameter of these modules lies; the CPU without one that has numbers."""
+    """Return the device of the first parameter that is not on the meta device; the CPU if there is none."""
     parameters = (parameter for module in modules for parameter in module.parameters())
     return next((each.device for each in parameters if not each.is_meta), torch.device("cpu"))
 
 
 def computes_otherwise(module: nn.Module) -> bool:
-    """Whether the projection has a forward of its own, which may scale or round its weight."""
+    """Whether the forward is neither that of nn.Linear nor that of Conv1D, so that it may scale or round the weight."""
     return getattr(module.forward, "__func__", None) is not nn.Linear.forward and not is_conv1d(module)
 
 
 def change_by_weight(module: nn.Module, inputs: Any, outputs: Tensor) -> tuple[Tensor, Tensor] | None:
-    """How much the outputs [..., out] of the first and the last token differ, and how much they should by the weight,
-    each [out]; None where inputs [..., in] or weight are not to be had."""
+    """Return the difference between the outputs [..., out] of the first and the last token, and the difference that
+    follows from the weight, each [out]; None if inputs [..., in] or weight are not available."""
     weight = stored(module)
     known = isinstance(weight, Tensor) and type(inputs) is Tensor and not is_sharded(weight) and not is_wrapped(weight)
     if not known or inputs.shape[:-1] != outputs.shape[:-1] or weight.shape != (outputs.shape[-1], inputs.shape[-1]):
@@ -115,12 +120,12 @@ def change_by_weight(module: nn.Module, inputs: Any, outputs: Tensor) -> tuple[T
 
 
 def has_adapters(module: object) -> bool:
-    """Whether the projection has low-rank adapters, as those of peft, torchtune, loralib and most hand-made ones."""
+    """Whether the projection has low-rank adapters, named as in peft, torchtune, loralib and most custom code."""
     return hasattr(module, "lora_A") or hasattr(module, "lora_a")
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, which keeps its weight as [in, out]; nn.Linear keeps [out, in]."""
+    """Whether the module is transformers' Conv1D, whose weight is [in, out]; that of nn.Linear is [out, in]."""
     return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
 
 
@@ -148,21 +153,21 @@ _PROJECTIONS: Final = frozenset((*chain.from_iterable((*_SEPARATE, *_LATENT)), *
 
 
 class UnreadableWeightError(Exception):
-    """The weight cannot be read: that would run code of the model or take a collective."""
+    """The weight cannot be read, because that would run code of the model or need a collective."""
 
 
 class Held(NamedTuple):
-    """What this process holds of the heads of one weight."""
+    """The heads of one weight that this process stores."""
 
     heads: range
-    """The heads held whole, numbered from 0 within the module."""
+    """The heads that are stored completely, numbered from 0 within the module."""
     weights: Tensor
     """[heads, D, E]"""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """The rows of each head in one weight: `head_dim` from starts[h] on."""
+    """The rows of each head in one weight: `head_dim` rows, starting at starts[h]."""
 
     holder: nn.Module
     weight: str
@@ -171,15 +176,15 @@ class HeadRows:
 
     @property
     def outputs(self) -> npt.NDArray[np.int64]:
-        """The rows by head and feature, int64 [H, D]."""
+        """The row of each head and feature, int64 [H, D]."""
         rows: npt.NDArray[np.int64] = np.array(self.starts)[:, None] + np.arange(self.head_dim)
         return rows
 
     def read(self) -> Held:
-        """The heads' weights as they are now. Raises UnreadableWeightError where they cannot be read now, or where this
-        process holds only some of the inputs of each row."""
+        """Return the current weights of the heads. Raises UnreadableWeightError if they cannot be read now, or if this
+        process stores only some of the inputs of each row."""
         weight = stored(self.holder, self.weight)
-        # computed since, for example by a spectral norm that was registered
+        # The weight may be computed by now, for example by a spectral norm that was registered after attach.
         if not isinstance(weight, Tensor) or has_adapters(self.holder):
             raise UnreadableWeightError
         local, spans = local_tensor(weight), spans_of(weight)
@@ -199,38 +204,39 @@ class HeadRows:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Where a layer's W_Q and W_K lie: in children of `owner`, or in itself."""
+    """The rows of W_Q and W_K of a layer, which are weights of `owner` or of its children."""
 
     layout: str
     query: HeadRows
     key: HeadRows
     owner: nn.Module
     query_of_shared: HeadRows | None = None
-    """The query features that meet keys which all heads share, where `key` is only what is each head's own."""
+    """The query features that are multiplied with key features shared by all heads. If given, `key` contains only the
+    key features that belong to a single head."""
 
     @property
     def sides(self) -> list[HeadRows]:
-        """All rows that are a head's own."""
+        """All rows that belong to a single head: of queries, of keys, and of queries for shared keys, if any."""
         return [side for side in (self.query, self.key, self.query_of_shared) if side is not None]
 
     def of_heads(self, heads: range, kv_heads: range) -> "Projection":
-        """The same for some of its heads only."""
+        """Return a copy with only these heads."""
         parts = ((self.query, heads), (self.key, kv_heads))
         query, key = (replace(rows, starts=rows.starts[part.start : part.stop]) for rows, part in parts)
         return replace(self, query=query, key=key)
 
     @property
     def gaps(self) -> str:
-        """What is not measured if the weights are spread over processes, for the table of what was found."""
+        """A restriction of the norms if the weights are sharded, for the table of layers; else empty."""
         weights = (stored(side.holder, side.weight) for side in (self.query, self.key))
         return ", norms of heads that one process holds whole" if any(map(is_sharded, weights)) else ""
 
 
 def projections(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> list[Projection]:
-    """Where W_Q and W_K of an attention module may lie by its names, the likeliest first; none where `why_unmeasured`
-    says why."""
+    """Return the locations of W_Q and W_K in an attention module that its names suggest, the most likely one first. If
+    there is none, `why_unmeasured` returns the reason."""
     if isinstance(inner := getattr(module, "qkv_linear", None), nn.Module) and outputs_of(inner) is None:
-        return projections(inner, heads, kv_heads, head_dim)  # torchtitan keeps them in a module of their own
+        return projections(inner, heads, kv_heads, head_dim)  # torchtitan has a separate module for them
     blocks, kv_blocks = _blocks(heads, head_dim), _blocks(kv_heads, head_dim)
 
     def placed(layout: str, query: tuple[nn.Module, str, Any], key: tuple[nn.Module, str, Any]) -> Projection:
@@ -240,7 +246,7 @@ def projections(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> 
     if isinstance(module, nn.MultiheadAttention):
         name = "in_proj_weight"
         if stored(module, name) is None:
-            return []  # in three parts, or computed by a property, a parametrization's for example
+            return []  # three separate weights, or computed by a property, for example of a parametrization
         keys = [module.embed_dim + start for start in blocks]
         return [placed("fused Q, K, V (in_proj_weight)", (module, name, blocks), (module, name, keys))]
     group, wide = heads // kv_heads, heads * head_dim
@@ -264,7 +270,7 @@ def projections(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> 
 
 
 def find_projection(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> Projection | None:
-    """The likeliest of them; None where there is none."""
+    """Return the most likely one of `projections`; None if there is none."""
     return next(iter(projections(module, heads, kv_heads, head_dim)), None)
 
 
@@ -275,14 +281,14 @@ _HEAD_NORM_FLAGS: Final = ("qk_norm", "norm_qk", "use_qk_norm", "qk_layernorm")
 
 
 def normalises_heads(module: nn.Module) -> bool:
-    """Whether a name or a flag of the module says that it divides queries and keys by their norms."""
+    """Whether a name or a flag of the module indicates that it normalises queries and keys."""
     named = (child for name, child in module._modules.items() if _HEAD_NORM.fullmatch(name))
     by_module = any(child is not None and not isinstance(child, nn.Identity) for child in named)
     return by_module or any(getattr(module, flag, None) is True for flag in _HEAD_NORM_FLAGS)
 
 
 def why_unmeasured(module: nn.Module) -> str:
-    """Why a module without a Projection has none."""
+    """Return why W_Q and W_K of a module without a Projection cannot be measured."""
     for name, child in module.named_children():
         if name in _PROJECTIONS and outputs_of(child) is None:
             why = "which has adapters" if has_adapters(child) else "whose weight is not a plain matrix"
@@ -291,7 +297,7 @@ def why_unmeasured(module: nn.Module) -> str:
 
 
 def _named(module: nn.Module) -> Iterator[tuple[tuple[str, str], nn.Module, nn.Module]]:
-    """Names, query projection and key projection of each pair that can be read; both are one if it is fused."""
+    """Yield names, query projection and key projection of each readable pair; a fused projection is both."""
     for names in (*_SEPARATE, *((name, name) for name in (*_FUSED_PER_KEY_HEAD, *_FUSED))):
         query, key = (getattr(module, name, None) for name in names)
         if query is not None and key is not None and outputs_of(query) and outputs_of(key):
@@ -299,7 +305,7 @@ def _named(module: nn.Module) -> Iterator[tuple[tuple[str, str], nn.Module, nn.M
 
 
 def latent_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Names and projections of an attention whose keys are made from a latent, as DeepSeek calls them."""
+    """Return names and projections of an attention whose keys are computed from a latent, by DeepSeek's names."""
     for names in _LATENT:
         children = [(name, child) for name, child in module.named_children() if name in names]
         if len(children) == 2 and all(outputs_of(child) is not None for _, child in children):
@@ -308,7 +314,11 @@ def latent_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def latent_projections(module: nn.Module, heads: int, own: int, shared: int) -> list[Projection]:
-    """Where they lie: each head has `own` features, then `shared` ones of its queries, and others behind its keys."""
+    """Return the locations of W_Q and W_K in latent attention.
+
+    In the query projection, each head has `own` features followed by `shared` ones; in the key projection, `own`
+    features followed by others, such as those of values.
+    """
     children = dict(latent_children(module))
     if not children:
         return []
@@ -327,14 +337,15 @@ def _blocks(heads: int, head_dim: int) -> tuple[int, ...]:
 
 
 def all_query_heads(module: nn.Module, head_dim: int) -> int:
-    """The heads of a query projection that is sharded, all processes together; 0 for any other."""
+    """Return the number of heads of a sharded query projection, over all processes; 0 if it is not sharded."""
     for _, query, key in _named(module):
         return (outputs_of(query) or 0) // head_dim if query is not key and is_sharded(stored(query)) else 0
     return 0
 
 
 def sizes_by_width(module: nn.Module, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
-    """Key heads and head dim; one that is 0 as the widths of the module's projections show it, or 0."""
+    """Return the number of key heads and the head dim. One that is given as 0 is computed from the widths of the
+    module's projections, and stays 0 if these do not show it."""
     if isinstance(module, nn.MultiheadAttention):
         return heads, head_dim or getattr(module, "head_dim", 0)
     for _, query, key in _named(module):
@@ -350,9 +361,9 @@ def sizes_by_width(module: nn.Module, heads: int, kv_heads: int, head_dim: int) 
 
 
 def outputs_of(module: object) -> int | None:
-    """How many outputs a projection has, those of all processes; None where its weight is not one plain matrix."""
+    """Return the number of outputs of a projection, over all processes; None if its weight is not a plain matrix."""
     if not isinstance(module, nn.Module) or has_adapters(module):
-        return None  # the base's weight alone would give the norm of a W_Q that nobody uses
+        return None  # the forward uses the base weight plus adapters, so the base weight would give a wrong norm
     weight = stored(module)
     plain = isinstance(weight, Tensor) and weight.dim() == 2 and weight.dtype in _FLOATS and not is_wrapped(weight)
     return int(weight.shape[is_conv1d(module)]) if plain else None

@@ -1,4 +1,4 @@
-"""Whether a model is open to the drift by rounding: the bias of its keys, its positions and its norms."""
+"""Assess whether rounding can make a model drift, from the bias of its keys, its positions and its qk-norm."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -14,13 +14,14 @@ from foreshock.monitor.model.layers import KEY_PROJECTIONS, normalises_heads, st
 KeyBias = Literal["trained", "frozen", "none", "unknown"]
 
 _OF_LATENT: Final = ("kv_b_proj", "wkv_b")
-"""What makes the keys of latent attention, but for their rotary part, of the latent that all heads share. What biases
-the latent itself is none of the keys': the latent is normalised before."""
+"""Projections that compute the keys of latent attention, except their rotary part, from the latent that all heads
+share. A bias of the latent itself is not a bias of the keys, because the latent is normalised first."""
 _ROTARY: Final = re.compile(r"rotary|(?<![a-z])rope(?![a-z])|freqs_cis|rotate_half", re.IGNORECASE)
 
 
 def key_bias_of(watched: Iterable[Found]) -> KeyBias:
-    """Whether the keys of any layer have a bias: one that is trained goes before one that is frozen, before none."""
+    """Return the kind of the keys' bias over all layers: "trained" takes precedence, then "unknown", "frozen" and
+    "none"."""
     holders = [_of_keys(found) for found in watched]
     kinds: list[KeyBias] = ["unknown" if holder is None else _bias(holder) for holder in holders]
     ranked: tuple[KeyBias, ...] = ("trained", "unknown", "frozen", "none")
@@ -28,7 +29,7 @@ def key_bias_of(watched: Iterable[Found]) -> KeyBias:
 
 
 def _of_keys(found: Found) -> nn.Module | None:
-    """The projection that makes the keys; None where names do not show it."""
+    """Return the projection that computes the keys; None if names do not show it."""
     if found.projection is not None:
         return found.projection.key.holder
     owner = found.owner or found.module
@@ -48,8 +49,8 @@ def _bias(projection: nn.Module) -> KeyBias:
 
 
 def has_rotary(model: nn.Module, watched: Iterable[Found]) -> bool:
-    """Whether a name in the model, or one that the code of its attention looks up, says that positions rotate queries
-    and keys. A hint: names of functions are all that a model shows of them before it runs."""
+    """Whether a name in the model, or a name used in the forward of its attention, indicates rotary positions. This is
+    only a hint, because a model that has not run yet shows only the names of functions."""
     named = ((name.rpartition(".")[2], type(m).__name__, *m._buffers.keys()) for name, m in model.named_modules())
     kinds: set[Any] = {type(each.module) for each in watched}
     looked_up = (kind.forward.__code__.co_names for kind in kinds if isinstance(kind.forward, FunctionType))
@@ -57,14 +58,15 @@ def has_rotary(model: nn.Module, watched: Iterable[Found]) -> bool:
 
 
 def openness(model: nn.Module, watched: Sequence[Found]) -> tuple[KeyBias, bool, bool]:
-    """Kind of the keys' bias, whether positions rotate, whether every watched layer normalises queries and keys."""
+    """Return the kind of the keys' bias, whether the model has rotary positions, and whether every watched layer
+    normalises queries and keys."""
     normalised = bool(watched) and all(normalises_heads(each.owner or each.module) for each in watched)
     return key_bias_of(watched), has_rotary(model, watched), normalised
 
 
 def rounding(bias: KeyBias, rotary: bool, normalised: bool, *, rounds: bool = True) -> list[str]:
-    """Whether the model is open to the drift by rounding, and on what evidence; then the first remedy. `rounds`: its
-    attention is computed in 16 bits, or may be."""
+    """Return lines that say whether rounding can make the model drift, with the evidence and the first remedy.
+    `rounds`: whether its attention is or may be computed in 16 bits."""
     if not rounds:
         return ["Drift by rounding: not in this run. Its attention is computed in float32; the drift needs 16 bits."]
     if bias == "trained" and not rotary and not normalised:
