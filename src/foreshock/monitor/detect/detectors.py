@@ -1,8 +1,8 @@
-"""Early warning per head: what trips, what is warned of, and for how long. No clock, no I/O, no torch, no control run.
+"""Early warning per head: trip heads, raise and update verdicts, and clear them. No clock, I/O, torch or control run.
 
-docs/detectors.md has the rule, rule.py its conditions as ratios, run_state.py what is remembered of the run, and
-verdicts.py the sentence. One sample shows what is not finite (non_finite.py), wrong rows, and sizes that no healthy run
-has (levels.py).
+docs/detectors.md explains the rule. rule.py computes its conditions as ratios, run_state.py stores the state of the
+run, and verdicts.py writes the messages. A single sample is enough to detect nonfinite numbers (non_finite.py), wrong
+rows, and scores that are larger than in any healthy run (levels.py).
 """
 
 import math
@@ -25,12 +25,12 @@ from foreshock.monitor.detect.run_state import SAVED, Alarm, RunState
 from foreshock.monitor.detect.verdicts import Finding, cleared, verdict
 
 _MOST_RAISED: Final = 16
-"""New verdicts of one sample."""
+"""The maximum number of verdicts that one sample raises."""
 
 
 class Detectors:
-    """Watches N heads online. `heads` names the (layer, head) of every row of the readings; `head_dims` are those of
-    the layers, where they are known.
+    """Watches N heads online. `heads`: the (layer, head) of every row of the readings. `head_dims`: the head dim of
+    each layer for which it is known.
 
     `update` takes samples in the order of their steps.
     """
@@ -45,19 +45,19 @@ class Detectors:
         self.config = config or DetectorConfig()
         self._head_dims = head_dims or {}
         self.run = RunState.begin(self.heads, self.config)
-        """What is remembered of the run so far."""
+        """The state of the run so far."""
         self._conditions = self._measured(self.run)
-        """as of the last block"""
+        """The conditions of warnings, as of the last block."""
 
     @property
     def warning_ratios(self) -> Floats:
-        """How near a warning offset and score of each head are, [2, N], 0 or more; at 1 they warn."""
+        """How close offset and score of each head are to a warning, [2, N], from 0 up; at 1 they trigger it."""
         ratios: Floats = self.run.warning_ratios.min(axis=0)
         return ratios
 
     @property
     def risk(self) -> Floats:
-        """How near a warning each head is, [N] in [0, 1]; 1 while a verdict on it is active."""
+        """How close each head is to a warning, [N] in [0, 1]; 1 while a verdict on it is active."""
         risk: Floats = np.clip(self.warning_ratios.max(axis=0), 0.0, 1.0)
         risk[[index for index in self.run.alarms if index != RUN]] = 1.0
         return risk
@@ -69,7 +69,7 @@ class Detectors:
 
     @property
     def undecided(self) -> bool:
-        """Whether closer samples would show the cause of a drift that matters, as of the last block."""
+        """Whether more frequent samples could show the cause of a relevant drift, as of the last block."""
         return self._conditions.undecided
 
     @property
@@ -78,10 +78,10 @@ class Detectors:
         return [alarm.verdict for alarm in (*self.run.levels.values(), *self.run.alarms.values())]
 
     def update(self, readings: Readings) -> list[wire.Verdict]:
-        """Take in one sample, and return the verdicts that were raised, updated or cleared by it.
+        """Add one sample, and return the verdicts that it raises, updates or clears.
 
-        A step that lies before the last one is a run set back to an older checkpoint: what came after it is forgotten,
-        its verdicts stand. Raises ValueError when the readings are not of these heads.
+        A step before the last one means that the run was set back to an older checkpoint. The state after that step is
+        dropped, but verdicts remain. Raises ValueError if the readings do not have these heads.
         """
         run, step = self.run, readings.step
         if readings.score_offset.shape != (len(self.heads),):
@@ -90,9 +90,9 @@ class Detectors:
             run.set_back(readings.since_step)
             self._conditions = self._measured(run)
         modes, warned_before = run.modes, set(run.alarms)
-        with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and stays it
+        with np.errstate(divide="ignore", invalid="ignore"):  # unknown values are NaN, and stay NaN
             broken = run.non_finite.update(readings, self.config.overflow_steps, self.heads)
-            # One verdict on the run says where it began and how far it reaches. A head that is warned about breaks too.
+            # One verdict on the run describes origin and extent. Heads that already have a verdict get an update too.
             tripped = {index: NON_FINITE for index in broken if index == RUN or index in run.alarms}
             closed = run.add(readings)
             if modes is not run.modes:
@@ -109,7 +109,7 @@ class Detectors:
         return WarningConditions.of(growth, run.bias, run.can_round(), self.config)
 
     def _trip(self, steps: int) -> dict[int, str]:
-        """Compute the heads that trip now, after a block of so many steps, with their signal."""
+        """Return the heads that trip after a block of `steps` steps, with their signal."""
         ratios, conditions = self.run.warning_ratios, self._conditions
         sparse = steps >= self.config.persist_blocks * self.config.block_steps
         for older, newer in pairwise(ratios):
@@ -118,15 +118,15 @@ class Detectors:
         for head in conditions.urgent.tolist():
             score = ratios[:, HeadSignal.SCORE, head]
             np.maximum(score, conditions.ratios[HeadSignal.SCORE, head], out=score)
-        if not (heads := list(conditions.ahead)):  # no ratio of another one comes to 1
+        if not (heads := list(conditions.ahead)):  # the ratios of other heads are below 1
             return {}
         drifts, grows = ratios.take(heads, axis=2).min(axis=0) >= 1.0
         lasting = zip(heads, drifts, grows, strict=True)
         return {head: SIGNAL_NAMES[not drift] for head, drift, growth in lasting if drift or growth}
 
     def _report(self, tripped: dict[int, str], step: int, *, block_closed: bool) -> list[wire.Verdict]:
-        """Verdicts of a sample whose heads trip with these signals: what drifted farthest is raised or updated first,
-        then what no longer trips and may have settled."""
+        """Return the verdicts of a sample whose heads trip with these signals: first those of heads that trip, the
+        farthest drift first, then updates for heads that do not trip any more and may have settled."""
         if not (tripped or block_closed):
             return []
         alarms, due = self.run.alarms, step - self.config.update_steps
@@ -146,7 +146,7 @@ class Detectors:
             found = self._found(index, signals[index], before.verdict if before else None, growing=growing)
             if before is None:
                 wanted = len(made) < _MOST_RAISED
-            else:  # or people would do something else than after the verdict before
+            else:  # also if users should react differently than to the previous verdict
                 placed = index == RUN and self.run.non_finite.placed
                 wanted = before.verdict.step <= due or found.differs(before.verdict) or placed
             if wanted:
@@ -155,10 +155,10 @@ class Detectors:
         return made
 
     def _found(self, index: int, signal: str, before: wire.Verdict | None, *, growing: bool) -> Finding:
-        """What is found of a head, or of the run.
+        """Return the finding for a head, or for the run.
 
-        The cause is rounding where the delta bias supports the drift, and for as long as it does not speak against it;
-        a head whose delta bias is no longer applied keeps its cause, since nothing can test it.
+        The cause is rounding if the delta bias supports the drift, and remains rounding until the delta bias refutes
+        it. A head whose delta bias is no longer applied keeps its cause, because this cannot be tested any more.
         """
         conditions, of_head = self._conditions, index != RUN
         cause: Cause = "score growth"
@@ -173,7 +173,7 @@ class Detectors:
         return Finding(signal, cause, "critical" if grave else "warning")
 
     def _verdict(self, index: int, found: Finding, step: int, before: Alarm | None) -> wire.Verdict:
-        """The verdict of a finding, with its evidence."""
+        """Return the verdict for a finding, with its evidence."""
         growth, non_finite, of = self._conditions.growth, self.run.non_finite, None
         evidence, course, words = dict[str, float](), math.nan, ""
         if index != RUN:
@@ -189,7 +189,7 @@ class Detectors:
         return verdict(found, evidence, course, step=step, of=of, before=before, words=words)
 
     def _pass_levels(self, readings: Readings, silent: Container[int] = ()) -> list[wire.Verdict]:
-        """The warnings about wrong rows and levels that this sample raises."""
+        """Return the warnings about wrong rows and levels that this sample raises."""
         run, step, words = self.run, readings.step, readings.words
         if words is None:
             return []
@@ -207,17 +207,17 @@ class Detectors:
         return made
 
     def _cleared(self, alarms: dict[Any, Alarm], step: int) -> list[wire.Verdict]:
-        """The verdicts of these alarms that are over."""
+        """Remove the alarms that have ended, and return their cleared verdicts."""
         over = [key for key, alarm in alarms.items() if alarm.tripped_step <= step - self.config.quiet_steps]
         return [cleared(alarms.pop(key), step) for key in over]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next sample depends on; JSON-able."""
+        """Return all state that later verdicts depend on, in types that JSON supports."""
         return dict(SAVED.dump_python(self.run, mode="json"))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Back to a saved state. Raises ValueError when it was saved with other heads or another configuration, or by a
-        version whose states have another layout; nothing of it is taken up then."""
+        """Restore a saved state. Raises ValueError, without changing anything, if it was saved with other heads or
+        another configuration, or by a version with another state layout."""
         run = self.run.loaded(state)
         self._conditions = self._measured(run)
         self.run = run

@@ -1,4 +1,4 @@
-"""The past of every head in blocks of steps, and how its offset and its largest score moved over a window of it."""
+"""Store the past of every head in blocks of steps, and measure how its offset and largest score grew over a window."""
 
 import math
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from foreshock.contract.slots import Floats
 from foreshock.monitor.detect.readings import Readings, is_finite
 
 _JITTER_MEMORY: Final = 0.9
-"""Weight of the past in the running square of the difference between neighbouring blocks."""
+"""Weight of the past in the moving average of the squared difference between neighbouring blocks."""
 BLOCKS_PER_PAST: Final = 40
-"""A short past is seen in finer blocks: one is as long as this part of it, up to `block_steps`."""
+"""A short past is divided into about this many blocks; a block has at most `block_steps` steps."""
 _LEAST_BLOCKS: Final = 4
-"""Of a window; with samples that are far apart it is longer than asked."""
+"""Fewest blocks of a window; if samples are far apart, the window is longer than requested."""
 _LONGEST_PART: Final = 4
-"""Blocks that start, middle and end are means of; fewer in a short window."""
+"""Most blocks whose mean is the start, middle or end of a window; short windows use fewer."""
 
 _T = TypeVar("_T")
 _Saved = Annotated[
@@ -29,13 +29,13 @@ _Saved = Annotated[
     PlainValidator(lambda saved: wire.Array.model_validate(saved).numpy()),
     PlainSerializer(lambda array: wire.Array.of(array).model_dump()),
 ]
-"""An array of a state that is saved, exact to the bit."""
+"""An array in a saved state, which is restored bit by bit."""
 SavedFloats = _Saved[Floats]
 SavedInts = _Saved[npt.NDArray[np.int32]]
 
 
 class HeadSignal(IntEnum):
-    """Row of arrays [2, N]; its name in small letters is the signal of a verdict."""
+    """Row of arrays [2, N]; its name in lower case is the signal of a verdict."""
 
     OFFSET = 0
     SCORE = 1
@@ -46,75 +46,75 @@ SIGNAL_NAMES: Final = tuple(signal.name.lower() for signal in HeadSignal)
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How offset and largest score of every head moved over a window, [2, N] each; NaN where nothing was recorded."""
+    """Growth of offset and largest score of every head over a window, [2, N] each; NaN if not recorded."""
 
     start: Floats
     middle: Floats
     end: Floats
     last: Floats
-    """of the newest block alone"""
+    """values of the newest block"""
     jitter: Floats
-    """square of the standard error of a block"""
+    """squared standard error of a block"""
     part: int
-    """blocks that start, middle and end are means of"""
+    """number of blocks whose mean is start, middle or end"""
     steps: float
-    """between the centres of start and end; NaN if too few blocks are held for any growth"""
+    """steps between the centres of start and end; NaN if there are too few blocks to measure growth"""
     older: float
-    """steps from start to middle, each counted by its learning rate in parts of today's"""
+    """steps from start to middle, each weighted by its learning rate divided by the current one"""
     newer: float
-    """from middle to end"""
+    """steps from middle to end, with the same weights"""
     held: int
-    """steps of the past that is held"""
+    """steps of the stored past"""
     age: int
-    """steps of the run; those before the past that is held count too"""
+    """steps of the run, including those before the stored past"""
 
     def error(self, at: Any = ...) -> Floats:
-        """Standard error of start, middle and end, or of a part of their arrays."""
+        """Return the standard error of start, middle and end, or of a part of these arrays."""
         return np.asarray(np.sqrt(self.jitter[at] / self.part))
 
 
 @dataclass(slots=True)
 class Block:
-    """Steps that were joined."""
+    """Consecutive steps with common values."""
 
     values: SavedFloats
-    """mean offset and largest score, [2, N]; NaN where not known"""
+    """mean offset and largest score, [2, N]; NaN if unknown"""
     end: int
-    """steps of the past up to its end"""
+    """steps of the past up to the end of this block"""
     moved: float
-    """learning rate times steps up to there"""
+    """sum of the learning rates of the steps up to this end"""
     means: Annotated[dict[int, SavedFloats], Field(exclude=True)] = field(default_factory=dict)
-    """of so many blocks up to this one, where they have been asked for"""
+    """cached means of the last blocks up to this one, by number of blocks"""
 
 
 @dataclass(slots=True, kw_only=True)
 class HeadPasts:
-    """The newest blocks of N heads. A block is closed by the first sample that makes it long enough for what is held.
+    """The newest blocks of N heads. A sample closes the open block when the block is long enough for the stored past.
 
-    Steps are counted from where the past begins, not by their number.
+    Steps are counted from the beginning of the past, not by their step number.
     """
 
     block_steps: int
     most: int
-    """blocks that are held"""
+    """maximum number of stored blocks"""
     open: SavedFloats
-    """of the open block, [2, N]: the sum of rows times their offset, and the largest score"""
+    """values of the open block, [2, N]: the sum of offsets over rows, and the largest score"""
     open_rows: SavedFloats
-    """of the open block, [N]"""
+    """rows in the open block, [N]"""
     jitter: SavedFloats
-    """square of the standard error of a block, [2, N]"""
+    """squared standard error of a block, [2, N]"""
     blocks: list[Block] = field(default_factory=list)
-    """the oldest first"""
+    """the closed blocks, oldest first"""
     open_steps: int = 0
     held: int = 0
-    """steps that the past is long, with the open block"""
+    """steps of the past, including the open block"""
     rate_steps: float = 0.0
-    """learning rate times steps of all of it; a rate that is not known counts as the last one that was"""
+    """sum of the learning rates of these steps; if a rate is unknown, the last known one is used"""
     rate: float = 1.0
 
     @classmethod
     def begin(cls, heads: int, window_steps: int, block_steps: int) -> Self:
-        """Of heads that nothing is known of yet."""
+        """Return an empty past."""
         return cls(
             block_steps=block_steps,
             most=max(-(-window_steps // block_steps), BLOCKS_PER_PAST) + 1,
@@ -124,8 +124,8 @@ class HeadPasts:
         )
 
     def add(self, steps: int, readings: Readings) -> int:
-        """Add a sample of so many steps: a mean weighted by rows, and a maximum. The steps of the block that it closes,
-        0 if it closes none. What is not finite leaves its signal of that head as it was."""
+        """Add a sample of `steps` steps to the open block: offsets to a mean weighted by rows, scores to a maximum.
+        Return the steps of the block if the sample closes it, else 0. Nonfinite values of a head are ignored."""
         rows, score, rate = readings.rows, readings.largest_score, readings.learning_rate
         total = rows * readings.score_offset
         if readings.largest is None:
@@ -147,7 +147,7 @@ class HeadPasts:
         return long
 
     def _close(self) -> None:
-        """Put the open block to the others, and begin one."""
+        """Append the open block to the closed ones, and begin a new one."""
         if self.blocks:
             mixed = self.open - self.blocks[-1].values
             mixed *= mixed
@@ -166,18 +166,18 @@ class HeadPasts:
         self.open_rows[:] = 0.0
 
     def set_back(self, steps: int) -> None:
-        """Forget the newest steps."""
+        """Drop the newest `steps` steps."""
         self.held = max(self.held - steps, 0)
         self.blocks = [block for block in self.blocks if block.end <= self.held]
         self.rate_steps = self.blocks[-1].moved if self.blocks else 0.0
         self._open()
 
-    @np.errstate(invalid="ignore")  # the mean of no value is not known
+    @np.errstate(invalid="ignore")  # the mean of an empty set is NaN
     def growth(self, window_steps: float, last_step: int = 0) -> Growth:
-        """Over the newer half of the run as far as it is held, at most `window_steps`; NaN while fewer than four blocks
-        are held.
+        """Return the growth over the newer half of the run, as far as it is stored, and at most `window_steps`; NaN if
+        fewer than four blocks are stored.
 
-        last_step: the number of the newest step, which shows how old a run is that is watched from its middle on.
+        last_step: the number of the newest step. It shows the age of a run whose first steps were not watched.
         """
         blocks, age = self.blocks, max(self.held, last_step)
         if len(blocks) < _LEAST_BLOCKS:
@@ -203,14 +203,15 @@ class HeadPasts:
 
 
 def _opened(heads: int) -> Floats:
-    """Of a block that has seen nothing."""
+    """Return the values of an empty block."""
     values = np.empty((len(HeadSignal), heads))
     values[HeadSignal.OFFSET], values[HeadSignal.SCORE] = 0.0, np.nan
     return values
 
 
 def _mean(blocks: Sequence[Block]) -> Floats:
-    """Of the values that they know, [2, N]. The newest block keeps it: it ends the window now, and later begins one."""
+    """Return the mean of the known values of blocks, [2, N]. The last block caches it, because the same blocks are the
+    end of a window now and the start of one later."""
     means = blocks[-1].means
     if len(blocks) not in means:
         values = [block.values for block in blocks]

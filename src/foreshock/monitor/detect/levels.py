@@ -1,8 +1,8 @@
-"""Levels that no healthy recorded run reached, and wrong rows: passed in one sample, they are reported at once.
+"""Detect wrong rows, and levels that healthy recorded runs did not reach; a single sample is enough for a warning.
 
-Growth needs a past; a model that was loaded already failing, or that fails in its first hundred steps, has none. A
-level goes by size, whatever the sign; docs/healthy.md has the healthy ranges. A row of attention that is farther from
-its recomputation than rounding explains (kernels/flash_attention/output_check.py) is a wrong kernel's.
+Growth can only be measured over a past, which does not exist if a model fails when it is loaded or in its first hundred
+steps. Levels compare absolute values; docs/healthy.md has the healthy ranges. If a row of attention is farther from its
+recomputation than rounding explains (kernels/flash_attention/output_check.py), the attention kernel is wrong.
 """
 
 import math
@@ -17,7 +17,7 @@ from foreshock.contract.slots import Slot, Words, slot_values
 from foreshock.monitor.detect.readings import Readings
 
 LEVEL: Final = "level"
-"""The signal of a level that was passed."""
+"""The signal of a level that was exceeded."""
 KERNEL: Final = "kernel"
 """The signal of an attention that computes wrong rows."""
 HEALTHY_SCORE: Final = 521.0
@@ -25,22 +25,23 @@ HEALTHY_SCORE: Final = 521.0
 SCORE: Final = 1024.0
 """Largest |score|."""
 OFFSET: Final = 100.0
-"""|offset|, nats; the healthy ones came to 54."""
+"""|offset|, nats; healthy runs reached 54."""
 FIRST_SCORE: Final = 128.0
-"""Largest |score| in the first `FIRST_STEPS` of a run that began below a quarter of it; the healthy ones came to 16."""
+"""Largest |score| in the first `FIRST_STEPS` of a run that began below a quarter of it; healthy runs reached 16."""
 FIRST_STEPS: Final = 100
 ENTROPY_SHARE: Final = 0.2
-"""Mean entropy of rows in parts of log n, the most they could have, of the head with the most. A new model has 0.9 and
-more; scores that nobody divided by the root of the head dim have 0.18, and cosine attention at a scale of 100 too."""
+"""Mean entropy of rows divided by log n, its maximum, of the head with the most. A new model has at least 0.9; scores
+that are not divided by the square root of the head dim give 0.18, as does cosine attention at a scale of 100."""
 ENTROPY: Final = 0.5
-"""The same in nats, where log n was not measured; the healthy recorded runs had 5.1."""
+"""The same in nats, if log n was not measured; the healthy recorded runs had 5.1."""
 _SHARP_SCORE: Final = 10.0
-"""A bias leaves little entropy too, whatever the scores; rows that scores make one-hot have them beyond this."""
+"""Rows that become one-hot by their scores have larger scores than this. With a bias, entropy may be low at any
+scores."""
 _WRONG: Final = (Slot.WRONG_ROWS, Slot.OUTPUT_ERROR_MAX), (Slot.WRONG_GRADIENT_ROWS, Slot.GRADIENT_ERROR_MAX)
-"""Counts of wrong rows, and how far they are off."""
+"""Numbers of wrong rows, and their largest errors."""
 _LARGEST_HALF: Final = 65504.0
 _LARGEST: Final = float(np.finfo(np.float64).max)
-"""A distance past it is shown as this: messages hold finite numbers."""
+"""A larger distance is reported as this number, because messages contain only finite numbers."""
 _SENTENCES: Final = {
     "score": "its largest |score| is {size:,.0f}; no healthy recorded run reached {level:,.0f}.{others}",
     "first-score": "its largest |score| rose to {size:,.0f} from {first:.3g} within the first {steps} steps; no "
@@ -61,10 +62,10 @@ def passed_levels(
     first_score: float,
     latched: Mapping[str, wire.Verdict],
 ) -> Found:
-    """The levels that a sample passes.
+    """Return a warning for each level that a sample exceeds.
 
-    silent: the rows of heads that need no warning. first_score: the largest |score| of the run's first sample, or
-    infinity once its first steps are over. latched: warnings that are raised already, and are given again.
+    silent: rows of heads that are not warned about. first_score: the largest |score| of the run's first sample, or
+    infinity after its first steps. latched: active warnings, which are returned unchanged.
     """
     scores, offsets, found = readings.largest_score, readings.score_offset, Found()
     offset, score = readings.largest or (np.fmax.reduce(np.abs(offsets)), np.fmax.reduce(scores))
@@ -88,7 +89,7 @@ def passed_levels(
 
     least = int(scores.argmin())
     if scores[least] < _SHARP_SCORE and words[least, Slot.ENTROPY_ROWS] > 0:
-        return found  # one head that is not sharp answers for all
+        return found  # one head with small scores is enough to rule out the warning
     known = words[:, Slot.ENTROPY_ROWS].nonzero()[0]
     if len(known) > 1 and (scores[known] >= _SHARP_SCORE).all():
         slots = Slot.ENTROPY_ROWS, Slot.ENTROPY_SUM, Slot.MOST_ENTROPY_SUM
@@ -107,14 +108,14 @@ def passed_levels(
 
 
 def wrong_rows(words: Words, heads: Sequence[wire.HeadRef], step: int) -> Found:
-    """Layers whose own attention computes wrong rows, each by its worst head."""
+    """Return a warning for each layer whose own attention computes wrong rows, about its worst head."""
     found: Found = {}
     for counted, measured in _WRONG:
         if not len(wrong_heads := words[:, counted].nonzero()[0]):
             continue
         for layer, group in groupby(wrong_heads.tolist(), lambda row: heads[row][0]):
             if (name := f"kernel-l{layer}") in found:
-                continue  # the gradient of a wrong output says nothing more
+                continue  # its output is wrong, so its gradients do not add information
             rows = list(group)
             wrong, checked, errors = (slot_values(words[rows], of) for of in (counted, Slot.CHECKED_ROWS, measured))
             worst, size = int(wrong.argmax()), float(errors.max())
@@ -134,7 +135,7 @@ def wrong_rows(words: Words, heads: Sequence[wire.HeadRef], step: int) -> Found:
 
 
 def _in_16_bits(score: float, head_dim: int) -> str:
-    """What scores of this size mean for attention in 16 bits."""
+    """Describe what scores of this size mean for attention in 16 bits."""
     power = math.floor(math.log2(score))
     steps = 2.0 ** (power - 7), 2.0 ** (power - 10)
     text = f"bfloat16 rounds scores of this size in steps of {steps[0]:g}, float16 in {steps[1]:g}."
@@ -144,7 +145,7 @@ def _in_16_bits(score: float, head_dim: int) -> str:
 
 
 def _raised(name: str, step: int, evidence: dict[str, float], sentence: str, **given: Any) -> wire.Verdict:
-    """A warning about a level, or about what is given."""
+    """Return a warning, by default about a level; `given` overrides fields of the verdict."""
     fields: dict[str, Any] = {"severity": "warning", "cause": "score growth", "signal": LEVEL} | given
     return wire.Verdict(
         id=f"{name}-{step}", step=step, state="raised", evidence=evidence, sentence=sentence[:500], **fields

@@ -1,4 +1,4 @@
-"""Numbers that are not finite: since when, where they were born, and what is harmed. What to do is the incident's."""
+"""Nonfinite numbers: when and where they first appeared, and what they damage. The incident says what to do."""
 
 import math
 import re
@@ -13,13 +13,13 @@ from foreshock.contract.wire import HeadRef
 from foreshock.monitor.detect.readings import Readings
 
 RUN: Final = -1
-"""Index that stands for the whole run."""
+"""Index of the run as a whole, among indices of heads."""
 NON_FINITE: Final = "nonfinite"
-"""The signal of what is not finite."""
+"""The signal of a verdict on nonfinite numbers."""
 Harm = Literal["", "rows", "updates", "weights"]
-"""What is harmed: nothing; rows that reach neither loss nor gradients; updates that are skipped; the weights."""
+"""The damage: none; rows that do not reach loss or gradients; updates that are skipped; the weights."""
 _LOST_SHARE: Final = 0.1
-"""Share of lost updates from which on they are reported. A GradScaler that has found its scale loses 1 in 2,000."""
+"""Share of lost updates that is reported. A GradScaler that has found its scale loses 1 in 2,000."""
 _FROM_THE_START: Final = (
     "The first step of this process was broken already: check the weights that were loaded, the mask, "
     "and the type that scores are computed in."
@@ -31,30 +31,31 @@ FIRST_UPDATE: Final = "first in the update of this step, or in the weights that 
 
 _BEHIND: Final = "in the loss, the output head or the last block"
 _LONGEST: Final = 500
-"""Characters of a sentence on the wire; of names that are longer whole sentences are left out."""
+"""Longest message in a verdict; if it would be longer, whole sentences are omitted."""
 _NAMED: Final = 3
-"""Heads that a place names one by one."""
+"""The number of heads that a place lists."""
 
 
 @dataclass(slots=True)
 class Overflow:
-    """Samples in a row, or nearly so, whose updates are skipped: their gradients overflow, the weights stay finite."""
+    """A series of samples whose updates are skipped, because gradients overflow while the weights stay finite."""
 
     step: int
-    """of the first one"""
+    """the step of the first sample"""
     suspect_step: int
-    """the step suspected with it"""
+    """the suspected step of the first sample"""
     last_step: int
     lost: int = 0
-    """updates"""
+    """number of lost updates"""
     loss: bool = False
-    """whether a loss was not finite either, though the weights are"""
+    """whether a loss was nonfinite too, although the weights are finite"""
     search: int = 0
-    """updates lost before any was not, as a GradScaler loses them that searches for its scale"""
+    """updates lost before the first successful one, as by a GradScaler that searches for its scale"""
     searches: bool = True
+    """whether every update since the first lost one was lost"""
 
     def add(self, readings: Readings) -> None:
-        """Count a sample whose updates are lost."""
+        """Count a sample with lost updates."""
         self.last_step, lost = readings.step, max(readings.lost_steps, 1)
         self.searches &= self.lost == 0 or lost == readings.step - readings.since_step
         self.search += lost * self.searches
@@ -62,7 +63,7 @@ class Overflow:
         self.loss |= _broken(readings.loss)
 
     def lasts(self, overflow_steps: int) -> bool:
-        """Whether this is no GradScaler that searches for its scale."""
+        """Whether this is more than a GradScaler that searches for its scale."""
         steps = self.last_step - self.step
         searched = 0 if self.search >= overflow_steps else self.search
         return self.loss or (steps >= overflow_steps and self.lost - searched >= _LOST_SHARE * steps)
@@ -70,31 +71,31 @@ class Overflow:
 
 @dataclass(slots=True)
 class Origin:
-    """What the first broken sample shows. Later ones hold what follows from broken weights."""
+    """Findings in the first broken sample. Later samples only show consequences of broken weights."""
 
     step: int
     """the first step that is known to be broken"""
     place: str
-    """the end of a sentence; empty if nothing is known of rows"""
+    """the end of a sentence; empty if rows are unknown"""
     empty: str = ""
-    """a sentence about rows that see no key"""
+    """a sentence about rows that do not see any key"""
     parameters: str = ""
     """a sentence about gradients and weights"""
     heads: int = 0
-    """heads with rows that are not finite, the most of any sample"""
+    """the largest number of heads with nonfinite rows in one sample"""
     by_rows: bool = False
-    """whether rows that were measured show the place, which is as exact as it gets"""
+    """whether measured rows show the place, which is the most exact evidence"""
 
     @classmethod
     def of(cls, readings: Readings, heads: Sequence[HeadRef], *, measured: bool) -> Self:
-        """Of the first broken sample. measured: whether any sample held rows."""
+        """Return the findings of the first broken sample. measured: whether any sample contained rows."""
         first = readings.step if readings.broken_step is None else readings.broken_step
         found = cls(first, readings.softmax or readings.place, parameters=readings.parameters)
         if not heads or (words := readings.words) is None:
             return found
         broken = Slot.NONFINITE_ROWS, Slot.NONFINITE_INPUT_ROWS, Slot.NONFINITE_OUTPUT_ROWS
         rows, by_input, by_output = (slot_values(words, slot) for slot in broken)
-        # After a step that broke the weights, the inputs of the first layer are broken too, and show nothing.
+        # After a step that broke the weights, the first layer's inputs are broken too, and do not show the place.
         first_layer = [layer == heads[0][0] for layer, _ in heads]
         later = first < readings.step and by_input[first_layer].any()
         shown = "" if later else place_of(heads, rows, by_input, by_output)
@@ -110,33 +111,36 @@ class Origin:
 
 @dataclass(slots=True)
 class NonFiniteTracker:
-    """What is not finite; None and empty while nothing is.
+    """Tracks nonfinite numbers over the samples; attributes are None or empty while all numbers are finite.
 
-    The step suspected is the one whose update may have broken the weights. Where the single steps are not known, it is
-    the last one of the sample before, which left the weights of this one.
+    The suspected step is the one whose update may have broken the weights. If single steps are not known, it is the
+    last step of the sample before, whose update produced the weights of this sample.
     """
 
     overflow: Overflow | None = None
     origin: Origin | None = None
     suspect_step: int | None = None
-    """the step suspected with the first of the samples in a row that are broken"""
+    """the suspected step of the first sample in the current series of broken samples"""
     harm: Harm = ""
     placed: bool = False
-    """whether this sample showed the place of what was reported without one"""
+    """whether this sample showed the place of an origin that was reported without one"""
     measured: bool = False
-    """whether any sample held rows of attention"""
+    """whether any sample contained rows of attention"""
     seen_finite: bool = False
-    """whether any sample was finite: else what was loaded is broken, or how the model computes"""
+    """whether any sample was finite; if not, the loaded weights or the model's computation are broken"""
 
     def update(self, readings: Readings, overflow_steps: int, heads: Sequence[HeadRef]) -> list[int]:
-        """The run and its heads that are broken, first the run; overflow alone breaks them after `overflow_steps`."""
+        """Add a sample; return the indices of the run, first, and of its heads that are broken, or an empty list.
+
+        If gradients only overflow, this counts as broken after `overflow_steps`.
+        """
         loss, norm, in_rows = readings.loss, readings.grad_norm, readings.nonfinite_rows.nonzero()[0]
         if readings.largest is None:
             infinite = np.isinf(readings.score_offset) | (readings.largest_score == np.inf)
             in_rows = np.flatnonzero((readings.nonfinite_rows > 0) | infinite)
         any_row = len(in_rows) > 0
-        # A GradScaler finds its scale by steps whose gradients overflow, and skips them. After a step that was not
-        # skipped the loss would not be finite either.
+        # A GradScaler finds its scale by steps whose gradients overflow, and skips them. If such a step were not
+        # skipped, the next loss would be nonfinite too.
         skipped = loss is not None and not _broken(loss) and (_broken(norm) or (norm is None and any_row))
         overflows = (skipped or (_broken(loss) and bool(readings.parameters))) and not readings.weights_broken
         suspected = max(readings.since_step, 1)
@@ -170,9 +174,9 @@ class NonFiniteTracker:
         return [RUN, *in_rows.tolist()]
 
     def _trace(self, seen: Origin, heads: int, *, overflows: bool) -> None:
-        """Take from a broken sample what was not known of the origin."""
+        """Add findings of a broken sample to the origin if they were unknown."""
         found = self.origin = self.origin or seen
-        if overflows and not found.by_rows:  # the weights are sound: any such step shows the place
+        if overflows and not found.by_rows:  # the weights are finite, so any such step shows the place
             self.placed = seen.by_rows or (found.place == _UNKNOWN != seen.place)
         if self.placed:
             found.place, found.by_rows = seen.place, seen.by_rows
@@ -180,7 +184,7 @@ class NonFiniteTracker:
         found.parameters = found.parameters or seen.parameters
 
     def sentence(self, step: int, heads: int) -> str:
-        """What is known at `step`, in words. heads: how many the model has."""
+        """Describe in words what is known at `step`. heads: the number of heads of the model."""
         found = self.origin or Origin(step, "")
         place = f", {found.place}" if found.place else ""
         extent = f"{found.heads} of {heads} heads have such rows." if found.heads else ""
@@ -208,15 +212,15 @@ def _broken(value: float | None) -> bool:
 
 
 def place_of(heads: Sequence[HeadRef], broken: Floats, by_input: Floats, by_output: Floats) -> str:
-    """Where a number that is not finite was born, as the end of a sentence; empty if every row is finite.
+    """Return where nonfinite numbers first appeared, as the end of a sentence; empty if every row is finite.
 
-    Layers are numbered as the forward runs through them. A forward that breaks reaches the attention of every later
-    layer; then the loss is not finite, and no gradient is. A backward that breaks reaches the attention of every
-    earlier layer only. So the first layer whose input or output is broken shows the place, and without one the last
-    layer whose gradient is.
+    Layers are numbered in the order of the forward. Nonfinite numbers from the forward reach the attention of every
+    later layer, the loss and all gradients. Nonfinite numbers from the backward only reach the attention of earlier
+    layers. Therefore the first layer with a nonfinite input or output shows the place; if there is none, the last layer
+    with a nonfinite gradient does.
 
-    heads: (layer, head) of each row. broken: how many rows of each head are not finite, [N]. by_input, by_output: how
-    many of these have an input, or a finite input and an output, that is not finite.
+    heads: (layer, head) of each row. broken: number of nonfinite rows of each head, [N]. by_input: number of these with
+    a nonfinite input. by_output: number of these with a finite input and a nonfinite output.
     """
     layers = np.array([layer for layer, _ in heads])
     if (forward := by_input + by_output > 0).any():
@@ -240,10 +244,10 @@ def place_of(heads: Sequence[HeadRef], broken: Floats, by_input: Floats, by_outp
 
 
 def place_by_outputs(outputs: Sequence[tuple[int, bool]], *, loss: float, every_gradient: bool) -> str:
-    """The place as the end of a sentence, by the outputs of a step; empty if none was seen.
+    """Return the place as the end of a sentence, derived from the outputs of a step; empty if there are none.
 
-    outputs: the layers whose output was seen, and whether it broke. loss: that of the step. every_gradient: whether no
-    gradient of the step is finite.
+    outputs: layers with a known output, and whether the output broke. loss: loss of the step. every_gradient: whether
+    all gradients of the step are nonfinite.
     """
     if not outputs:
         return ""

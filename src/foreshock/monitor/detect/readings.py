@@ -10,9 +10,9 @@ import numpy.typing as npt
 from foreshock.contract.slots import Floats, Slot, Words, slot_values
 
 
-@dataclass(slots=True, kw_only=True)  # a frozen one takes twice as long to make
+@dataclass(slots=True, kw_only=True)  # constructing a frozen one takes twice as long
 class Readings:
-    """Float64 arrays [N] over the heads, NaN where not recorded, and what was given of the step as a whole."""
+    """Float64 arrays [N] over the heads, NaN if not recorded, and values of the step as a whole."""
 
     step: int
     since_step: int
@@ -22,48 +22,48 @@ class Readings:
     largest_score: Floats
     """largest |score|"""
     delta_bias_sum: Floats
-    """over the rows that were not skipped: summed over samples each row then weighs the same"""
+    """sum over the rows that were not skipped, so that each row has the same weight in a sum over samples"""
     nonfinite_rows: npt.NDArray[Any]
-    """how many; of any type"""
+    """number of nonfinite rows, in any dtype"""
     modes: npt.NDArray[np.int32]
     loss: float | None = None
     grad_norm: float | None = None
     suspect_step: int | None = None
-    """the first step whose update may have broken the weights, where the single losses show it"""
+    """the first step whose update may have broken the weights, if the losses of single steps show it"""
     learning_rate: float | None = None
     rounds: bool = True
-    """Whether attention is computed in a type that rounds: in float32 no head fails by rounding."""
+    """whether attention is computed in a dtype that rounds; in float32, rounding does not make heads fail"""
     largest: tuple[float, float] | None = None
-    """|offset| and |score| of any head, where no offset, score or delta bias is infinite or NaN; None if unknown"""
+    """largest |offset| and |score| of all heads; None if unknown, or if any offset, score or delta bias is nonfinite"""
     words: Words | None = None
-    """all that was counted, [N, SLOT_COUNT]: levels, wrong rows and places are read of it"""
+    """all counts, [N, SLOT_COUNT], from which levels, wrong rows and places are computed"""
     broken_step: int | None = None
-    """the first step whose loss or gradient norm is not finite"""
+    """the first step whose loss or gradient norm is nonfinite"""
     place: str = ""
-    """where that step broke, by the outputs of its layers"""
+    """where that step broke, according to the outputs of its layers"""
     softmax: str = ""
-    """the softmax of an attention by hand in which that step broke"""
+    """the softmax of handwritten attention in which that step broke"""
     lost_steps: int = 0
-    """steps whose gradient norm is not finite although their loss is"""
+    """number of steps with a nonfinite gradient norm but a finite loss"""
     weights_broken: bool = False
-    """whether weights, or the optimizer's state, are known not to be finite"""
+    """whether weights, or the optimizer's state, are known to be nonfinite"""
     parameters: str = ""
-    """a sentence about gradients and weights that are not finite"""
+    """a sentence about nonfinite gradients and weights"""
 
 
 def head_readings(words: Words) -> dict[str, Any]:
-    """The fields of `Readings` that merged state words [N, SLOT_COUNT] hold; a head that counted no row reads NaN."""
-    # Runs between two steps of a training: each slot is passed over once. A test compares with the catalogue.
+    """Return the fields of `Readings` from merged state words [N, SLOT_COUNT]; NaN for heads without counted rows."""
+    # Runs between two training steps, so it reads each slot only once. A test compares it with the catalogue.
     floats, rows = words.view(np.float64), slot_values(words, Slot.ROWS)
     offset, largest_score, bias = values = np.empty((3, len(words)))
     largest_score[:], bias[:] = floats[:, Slot.ROW_MAX_ABS], floats[:, Slot.DELTA_BIAS_SUM]
     with np.errstate(divide="ignore", invalid="ignore"):
         np.divide(floats[:, Slot.SCORE_OFFSET_SUM], rows, out=offset)
-        most = values.max(axis=1, initial=-math.inf).tolist()  # NaN if one is
+        most = values.max(axis=1, initial=-math.inf).tolist()  # NaN if any value is NaN
         least = values.min(axis=1, initial=math.inf).tolist()
     finite = all(map(math.isfinite, (*most, *least)))
     if not finite:
-        np.fmax(largest_score, floats[:, Slot.SCORE_MAX], out=largest_score)  # the first recordings hold it alone
+        np.fmax(largest_score, floats[:, Slot.SCORE_MAX], out=largest_score)  # the oldest recordings lack the other
         empty = rows <= 0
         offset[empty] = bias[empty] = largest_score[np.isneginf(largest_score)] = np.nan
     return {
@@ -78,5 +78,5 @@ def head_readings(words: Words) -> dict[str, Any]:
 
 
 def is_finite(values: Floats) -> bool:
-    """Whether none is NaN or infinite, by their sum; a sum that overflows says no."""
+    """Whether all values are finite, judged by their sum; False also if the sum overflows."""
     return math.isfinite(values.sum())

@@ -1,4 +1,4 @@
-"""When a head is warned about: every threshold, and each condition as a ratio that is 1 where it is just met."""
+"""Decide when to warn about a head: all thresholds, and each condition as a ratio that is 1 if it is just met."""
 
 import math
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ from foreshock.monitor.detect.growth import Growth, HeadSignal
 
 Flags = npt.NDArray[np.bool_]
 _CLOSE: Final = 0.6
-"""A forecast is made of heads whose ratio comes to this by what costs less."""
+"""Ratio of the cheaper conditions from which on a head's course is forecast."""
 _WORTH_A_LOOK: Final = 0.1
-"""Capital from which on closer samples may support a drift."""
+"""Capital from which on more frequent samples may support a drift."""
 
 
 class DetectorConfig(BaseModel):
-    """When a head is warned about. Every threshold can be read in the evidence of a verdict."""
+    """Thresholds for warnings about heads. The evidence of a verdict has the values that are compared with them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,34 +39,35 @@ class DetectorConfig(BaseModel):
         "null: without a limit",
     )
 
-    # What nobody has a reason to set.
+    # Constants that users do not need to set.
     earliest_steps: ClassVar[int] = 500
-    """Steps that have to be held before a drift is warned about."""
+    """Steps that the stored past must have before a warning about a drift."""
     settle_steps: ClassVar[int] = 5000
-    """Healthy heads grow in so many steps of a run."""
+    """In this many first steps of a run, healthy heads grow too."""
     young_growth: ClassVar[float] = 3.0
-    """Factor that 1 + |offset| grew by, asked at the first step; it falls evenly to none at `settle_steps`."""
+    """Required growth factor of 1 + |offset| at the first step; it decreases linearly to 1 at `settle_steps`."""
     offset_change: ClassVar[float] = 1.5
     """Change of the offset (nats) over the window."""
     shared_part: ClassVar[float] = 0.25
-    """Least part of what a head's largest |score| grew by that its offset must have moved by for its scores to move
-    together; a head whose scores spread instead sharpens, which is no drift."""
+    """Smallest change of a head's offset, as a share of the growth of its largest |score|, that counts as a drift. If
+    the change is smaller, the scores spread: the head sharpens, which is not a drift."""
     bare_offset: ClassVar[float] = 50.0
-    """|offset| (nats) from which on a drift is warned about that no delta bias supports;"""
+    """|offset| (nats) from which on a drift leads to a warning without support by the delta bias."""
     steep_offset: ClassVar[float] = 15.0
-    """or from here on"""
+    """The same for a steep drift, in which 1 + |offset| grew by `steep_growth`."""
     steep_growth: ClassVar[float] = 5.0
-    """where 1 + |offset| grew by this factor in the window."""
+    """Growth factor of 1 + |offset| in the window from which on a drift is steep."""
     growing_score: ClassVar[float] = 256.0
-    """Largest |score| from which on fast growth is warned about, and a supported drift is critical."""
+    """Largest |score| from which on fast growth leads to a warning, and a supported drift is critical."""
     overflow_steps: ClassVar[int] = 50
-    """Steps in a row whose gradients overflow beside a finite loss before it is critical: a GradScaler skips them."""
+    """Consecutive steps with overflowing gradients but a finite loss before this is critical: a GradScaler skips
+    them."""
     update_steps: ClassVar[int] = 1000
     """An active verdict is updated after this many steps."""
 
 
 class WarningConditions(NamedTuple):
-    """What the closed blocks show of every head, [N]."""
+    """Conditions of warnings for every head, [N], computed from the closed blocks."""
 
     growth: Growth
     rounds: Flags
@@ -74,32 +75,32 @@ class WarningConditions(NamedTuple):
     won: Floats
     """capital of the bets that the delta bias has the offset's sign"""
     asked: float
-    """capital that supports a drift"""
+    """capital that is required to support a drift"""
     supported: Flags
     ratios: Floats
-    """[2, N]: the least ratio of all conditions but persistence, 0 or more; 0 where one is unknown"""
+    """the smallest ratio of all conditions except persistence, at least 0, [2, N]; 0 if a value is unknown"""
     urgent: npt.NDArray[np.int64]
-    """the heads whose score is dangerous and does not fall, or will be dangerous before growth could last"""
+    """heads whose score is dangerous and does not fall, or will be dangerous before growth can be persistent"""
     ahead: Mapping[int, float]
     """the courses of the heads that are close to a warning"""
     undecided: bool
-    """whether a head drifts, that matters, and closer samples may yet support it"""
+    """whether any head has a relevant drift that more frequent samples could still support"""
 
     @classmethod
-    @np.errstate(divide="ignore", invalid="ignore")  # an unknown value is NaN, and no condition holds of it
+    @np.errstate(divide="ignore", invalid="ignore")  # unknown values are NaN and do not meet any condition
     def of(cls, growth: Growth, bias: BiasEvidence, rounds: Flags, config: DetectorConfig) -> "WarningConditions":
-        """rounds: the heads whose delta bias is applied."""
+        """Compute the conditions. rounds: the heads whose delta bias is applied."""
         (offset_before, score_before), (offset, score) = growth.start, growth.end
         latest, won, ratios = growth.last[HeadSignal.SCORE], bias.of(offset), np.zeros_like(growth.end)
         np.minimum(latest / config.growing_score, score / score_before, out=ratios[HeadSignal.SCORE])
         sign, far = np.copysign(1.0, offset), np.abs(offset)
         before = sign * offset_before
-        # What grows in a head's scores and not in their mean is a head that sharpens, which is no drift.
+        # If scores grow but their mean does not, the head sharpens, which is not a drift.
         moved = far - before
         sharpens = moved < config.shared_part * (score - score_before - growth.error(HeadSignal.SCORE))
         np.maximum(moved, 0.0, out=moved)
         moved *= ~sharpens
-        # Heads that may drift soon are tested too, or each would be the only one when it begins to.
+        # Heads that may drift soon count as tested too. Otherwise each would be the only one when its drift begins.
         tested = (far >= config.offset_level / 2) & (moved >= config.offset_change / 2)
         asked = ASKED * max(int(np.count_nonzero(tested)), 1)
         drift, capital = ratios[HeadSignal.OFFSET], won
@@ -108,11 +109,11 @@ class WarningConditions(NamedTuple):
             early = max(0.0, 1.0 - growth.age / config.settle_steps)
             grown = factor / (1.0 + early * (config.young_growth - 1.0))
             drift = np.minimum(np.minimum(far / config.offset_level, moved / config.offset_change), grown)
-            # Where scores were dangerous before, rounding follows from them.
+            # If scores were dangerous at the start, the bias is a consequence of them.
             tests = rounds & ~(score_before >= DANGEROUS_SCORE)
             capital = won if tests.all() else won * tests
             steep = np.minimum(far / config.steep_offset, factor / config.steep_growth)
-            newer = sign * growth.middle[HeadSignal.OFFSET] - before  # a jump has no older half
+            newer = sign * growth.middle[HeadSignal.OFFSET] - before  # a jump does not have an older half
             bare = np.fmax(far / config.bare_offset, np.minimum(steep, newer / config.offset_change))
             np.minimum(drift, np.maximum(np.minimum(capital / asked, 1.0), bare), out=ratios[HeadSignal.OFFSET])
         np.fmax(ratios, 0.0, out=ratios)
@@ -120,13 +121,13 @@ class WarningConditions(NamedTuple):
         supported, undecided, urgent = np.zeros_like(rounds), False, np.zeros(0, dtype=np.int64)
         known: dict[int, float] = {}
         close = (np.maximum(*ratios) >= _CLOSE) | (drift >= 1.0) | (latest >= config.growing_score)
-        if len(heads := np.flatnonzero(close)):  # of the others no forecast is worth its time
+        if len(heads := np.flatnonzero(close)):  # forecasts of the others would only cost time
             drifts, evident, newest = drift[heads] >= 1.0, capital[heads] >= asked, latest[heads]
             supported[heads] = drifts & evident
             ahead, longest = courses(growth, heads), config.horizon_windows or math.inf
             known = dict(zip(heads.tolist(), ahead.tolist(), strict=True))
             windows = np.stack([np.where(supported[heads], longest, longest / 3), np.ones(len(heads))])
-            near = np.fmin(ratios[:, heads], windows * growth.steps / ahead)  # as it was where no score was recorded
+            near = np.fmin(ratios[:, heads], windows * growth.steps / ahead)  # unchanged if the score is unknown
             may_show = drifts & ~evident & (capital[heads] >= _WORTH_A_LOOK) & (bias.bets[0, heads] > 0)
             undecided = bool((may_show & ~(ahead > longest * growth.steps)).any())
             high = (newest >= DANGEROUS_SCORE) & ~(newest < score_before[heads])
@@ -137,16 +138,16 @@ class WarningConditions(NamedTuple):
         return cls(growth, rounds, won, asked, supported, ratios, urgent, known, undecided)
 
     def evidence(self, head: int) -> float:
-        """The capital that its bets won, in parts of what supports a drift."""
+        """Return the capital of the head's bets, divided by the capital that supports a drift."""
         tests = self.rounds[head] and not self.growth.start[HeadSignal.SCORE, head] >= DANGEROUS_SCORE
         return float(self.won[head] * tests / self.asked)
 
     def refutes(self, head: int) -> bool:
-        """Whether the delta bias, which is applied, speaks against a push the way of the offset."""
+        """Whether the delta bias is applied and is evidence against a drift in the direction of the offset."""
         return bool(self.rounds[head] and self.won[head] < 1.0)
 
     def course(self, head: int) -> float:
-        """The steps until its score is dangerous (forecast.py)."""
+        """Return the forecast steps until the head's score is dangerous (forecast.py)."""
         return self.ahead[head] if head in self.ahead else float(courses(self.growth, np.array([head]))[0])
 
     def dangerous(self, head: int) -> bool:

@@ -1,4 +1,4 @@
-"""What is remembered of a run: all that the next verdicts depend on, under names; saved with the checkpoint."""
+"""The state of the detectors for a run, on which later verdicts depend. It is saved with the checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -17,7 +17,8 @@ from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.detect.rule import DetectorConfig, Flags
 
 LAYOUT: Final = 15
-"""Of what is saved: one more with every field that comes, goes or changes. A state of another one is refused."""
+"""Version of the saved state, incremented when a field is added, removed or changed. States of other versions are
+rejected."""
 _ENDS: Final = int(ROUNDING_ENDS) | 16
 """16 is the flag of a mode that only recorded runs have. A plain int: comparing an IntFlag with NumPy integers is 40
 times slower."""
@@ -25,8 +26,8 @@ times slower."""
 
 @dataclass(slots=True)
 class Alarm:
-    """A latched verdict, and the last step at which its head tripped or its level was passed: it is cleared some time
-    after that."""
+    """An active verdict, and the last step at which its head tripped or its level was exceeded. It is cleared
+    `quiet_steps` after that step."""
 
     verdict: wire.Verdict
     tripped_step: int
@@ -34,32 +35,32 @@ class Alarm:
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """The run so far. Arrays are over its N heads."""
+    """The state of a run. Arrays are over its N heads."""
 
     layout: int = LAYOUT
     heads: list[wire.HeadRef]
     past: HeadPasts
     bias: BiasEvidence
     warning_ratios: SavedFloats
-    """of the last `persist_blocks` blocks, the oldest first, [blocks, 2, N]"""
+    """ratios of the last `persist_blocks` blocks, oldest first, [blocks, 2, N]"""
     modes: SavedInts
-    """of the last sample; -1 before the first"""
+    """modes in the last sample; -1 before the first"""
     rounds: bool = True
-    """whether attention was computed in a type that rounds"""
+    """whether attention was computed in a dtype that rounds"""
     non_finite: NonFiniteTracker = field(default_factory=NonFiniteTracker)
     alarms: dict[int, Alarm] = field(default_factory=dict)
-    """by head, or RUN: the verdicts that are raised and not cleared"""
+    """active verdicts by index of a head, or RUN"""
     levels: dict[str, Alarm] = field(default_factory=dict)
-    """the same by level or layer with wrong rows"""
+    """active verdicts by name of a level or of a layer with wrong rows"""
     first_score: float | None = None
     """the largest |score| of the first sample with rows"""
     first_step: int = 0
-    """of that sample"""
+    """the step of that sample"""
     last_step: int = -1
 
     @classmethod
     def begin(cls, heads: Sequence[wire.HeadRef], config: DetectorConfig) -> Self:
-        """Of a run that nothing is known of yet."""
+        """Return the state before the first sample."""
         count = len(heads)
         return cls(
             heads=list(heads),
@@ -70,7 +71,7 @@ class RunState:
         )
 
     def set_back(self, step: int) -> None:
-        """Forget what came after `step`, since the run was set back to a checkpoint of it; its verdicts stand."""
+        """Drop the state after `step`, because the run was set back to a checkpoint of that step. Verdicts remain."""
         self.past.set_back(self.last_step - step)
         self.last_step = step
         self.warning_ratios[:] = 0.0
@@ -78,12 +79,12 @@ class RunState:
         self.non_finite = NonFiniteTracker()
 
     def can_round(self) -> Flags:
-        """The heads whose delta bias is applied."""
+        """Return which heads have their delta bias applied, [N]."""
         plain: Flags = self.modes & _ENDS == 0
         return plain if self.rounds else np.zeros_like(plain)
 
     def add(self, readings: Readings) -> int:
-        """Add a sample to the open block; the steps of that block if the sample closes it, else 0."""
+        """Add a sample to the open block; return the steps of the block if the sample closes it, else 0."""
         steps = readings.step - max(readings.since_step, min(self.last_step, readings.step - 1))
         self.last_step, self.rounds = readings.step, readings.rounds
         if self.modes.tobytes() != readings.modes.tobytes():
@@ -96,7 +97,7 @@ class RunState:
         return closed
 
     def loaded(self, saved: dict[str, Any]) -> "RunState":
-        """A saved state, for the run that this one is of. Raises ValueError with a sentence where it does not fit."""
+        """Return a saved state of this run. Raises ValueError with a message if the state does not fit the run."""
         if (layout := saved.get("layout", 1)) != LAYOUT:
             raise ValueError(f"the saved detectors have layout {layout!r}, this version reads layout {LAYOUT}")
         try:
@@ -112,7 +113,7 @@ class RunState:
 
 
 def _measures(state: RunState) -> list[object]:
-    """The heads, type and shape of every array, and length and number of blocks."""
+    """Return the heads, dtype and shape of every array, and length and number of blocks."""
     past = state.past
     values = [getattr(part, each.name) for part in (state, past, state.bias) for each in fields(part)]
     arrays = [(value.dtype.str, value.shape) for value in values if isinstance(value, np.ndarray)]
@@ -123,4 +124,4 @@ def _measures(state: RunState) -> list[object]:
 
 
 SAVED: Final = TypeAdapter(RunState)
-"""Reads and writes a state as JSON, exact to the bit."""
+"""Converts a state to JSON and back, bit by bit."""

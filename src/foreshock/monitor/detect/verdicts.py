@@ -1,4 +1,4 @@
-"""Verdicts on heads and on the run from what is found of them: which words, and what the verdict before still says."""
+"""Write verdicts on heads and on the run: their messages, and the fields that they take over from previous verdicts."""
 
 import math
 from collections.abc import Mapping
@@ -13,21 +13,21 @@ from foreshock.monitor.detect.non_finite import NON_FINITE
 from foreshock.monitor.detect.run_state import Alarm
 
 CAME: Final = (0.14, 0.6)
-"""The first and the middle of the heads that came to 512, in parts of the steps that their course took: of the tuning
-runs, rounded outwards (lab/NOTEBOOK.md). No latest step can be given: some heads settle."""
+"""The earliest and the median actual steps until 512 in the tuning runs, divided by the forecast steps and rounded
+outwards (lab/NOTEBOOK.md). A latest step cannot be given, because some heads settle."""
 _NEVER: Final = 1e9
-"""Steps that no run has."""
+"""More steps than any run has."""
 
 
 class Finding(NamedTuple):
-    """What is found of a head, or of the run, now."""
+    """A current finding for a head, or for the run."""
 
     signal: str
     cause: Cause
     severity: wire.Severity
 
     def differs(self, before: wire.Verdict) -> bool:
-        """Whether people would do something else than after the verdict before."""
+        """Whether users should react differently than to the verdict `before`."""
         now = self.severity, self.cause, self.signal == NON_FINITE
         return now != (before.severity, before.cause, before.signal == NON_FINITE)
 
@@ -42,17 +42,17 @@ def verdict(
     before: Alarm | None,
     words: str = "",
 ) -> wire.Verdict:
-    """A verdict of what is found.
+    """Return the verdict for a finding.
 
-    evidence: NaN where it is not known. course: steps until 512; inf where it levels off before, NaN where that is
-    unknown. of: None for the run. before: what is latched; a cause that differs from its cause is given as its
-    correction. words: the sentence, if the evidence does not make it.
+    evidence: NaN for unknown values. course: steps until 512; inf if it levels off first, NaN if unknown. of: the head,
+    None for the run. before: the active alarm; a different cause is reported as a correction. words: the message, if it
+    is not composed from the evidence.
     """
     last = before.verdict if before else None
     ends = math.isfinite(course) and course < _NEVER
     low, likely = (part * course if ends else None for part in CAME)
     seen = {name: value for name, value in evidence.items() if math.isfinite(value)}
-    if found.severity == "critical":  # a checkpoint from before this step holds no harm yet
+    if found.severity == "critical":  # a checkpoint from before this step is not damaged yet
         seen["critical_step"] = min(float(step), last.evidence.get("critical_step", math.inf) if last else math.inf)
     layer, head = of or (None, None)
     sentence = words or _sentence(f"Layer {layer} head {head}", found, evidence, course)
@@ -81,7 +81,7 @@ def verdict(
 
 
 def cleared(alarm: Alarm, step: int) -> wire.Verdict:
-    """A verdict that is over."""
+    """Return the cleared verdict of an alarm."""
     last, quiet = alarm.verdict, f"for {step - alarm.tripped_step:,} steps."
     who = "The run" if last.layer is None else f"Layer {last.layer} head {last.head}"
     sentence = f"{who} has met no condition of a warning {quiet}"
@@ -91,13 +91,13 @@ def cleared(alarm: Alarm, step: int) -> wire.Verdict:
 
 
 def _sentence(subject: str, found: Finding, seen: Mapping[str, float], course: float) -> str:
-    """A finding in words, with its evidence in numbers."""
+    """Describe a finding in words, with its evidence as numbers."""
     why = f"the cause looks like {found.cause}"
     if found.signal == NON_FINITE:
         suspect = seen["suspect_step"]
         sound = "a checkpoint before this step" if math.isnan(suspect) else checkpoint_before(suspect)
         return f"{subject}: its attention rows are not finite. Every weight is at risk; go back to {sound}."
-    if "window_steps" not in seen:  # only a score that is dangerous trips before growth can be measured
+    if "window_steps" not in seen:  # before growth can be measured, only a dangerous score trips
         past = f"{subject}: its largest |score| is past {DANGEROUS_SCORE:.0f}"
         return f"{past}, before its growth could be measured; {why}."
     drifts = found.signal == "offset"
@@ -120,7 +120,7 @@ def _sentence(subject: str, found: Finding, seen: Mapping[str, float], course: f
 
 
 def _digits(value: float, significant: int) -> str:
-    """A number as people write it: `significant` significant digits, no exponent."""
+    """Format a number with `significant` significant digits and without an exponent."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     places = significant - 1 - math.floor(math.log10(abs(value)))
