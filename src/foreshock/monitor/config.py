@@ -1,4 +1,4 @@
-"""What the user may set. Every field can also come from the environment as FORESHOCK_<NAME>."""
+"""Settings of the agent. Every field can also be set in the environment as FORESHOCK_<NAME>."""
 
 import functools
 import importlib.metadata
@@ -30,12 +30,12 @@ def _default_spool_directory() -> Path | None:
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return Path(cache).expanduser() / "foreshock" / "spool"
-    except RuntimeError:  # no HOME, and a user that the machine has no entry for, as in many containers
+    except RuntimeError:  # HOME is not set and the user does not have a passwd entry, as in many containers
         return None
 
 
 class AgentConfig(BaseSettings):
-    """Settings of one agent. A wrong one raises ValueError in `attach`, never later."""
+    """Settings of one agent. Wrong settings raise ValueError in `attach`, never later."""
 
     model_config = SettingsConfigDict(
         env_prefix="FORESHOCK_",
@@ -104,7 +104,7 @@ class AgentConfig(BaseSettings):
     probe_rows: int = Field(default=4096, ge=1, le=2**20)
     """Rows of each head that the agent measures in a sampled step, with native attention."""
 
-    # with a head that doubles in 1,000 steps, samples of so many steps leave one warning before 512
+    # at most 1000: for a head whose scores double in 1,000 steps, this still gives a warning before 512
     sample_every_steps: int | None = Field(default=None, ge=1, le=1000)
     """Steps between two samples, at most 1000. Default: 10, doubled until samples are a second apart. The agent samples
     every step for a while after a warning and while the cause of a drift is undecided."""
@@ -133,14 +133,14 @@ class AgentConfig(BaseSettings):
     strict: bool = False
     """Raise the agent's own errors instead of logging them, also for a model without supported attention."""
 
-    # Fixed, since nobody can choose it with a reason. Tests change some of it.
+    # Constants that users do not need to choose. Tests change some of them.
     sampled_steps: ClassVar[int] = 10
-    """Steps between two samples unless `sample_every_steps` is set: one that reaches no warning late."""
+    """Steps between two samples unless `sample_every_steps` is set; few enough that warnings are not late."""
     sampled_seconds: ClassVar[float] = 1.0
-    """Least time between two samples unless `sample_every_steps` is set: less would only cost."""
+    """Shortest time between two samples unless `sample_every_steps` is set; a shorter one would only cost time."""
     qk_clip_every_steps: ClassVar[int] = 10
-    """With native attention and QK-Clip on, one step in this many computes all scores again, and scales heads. With
-    foreshock's kernels every step does."""
+    """With native attention and QK-Clip, one step in this many computes all scores and scales heads. With foreshock's
+    kernels, every step does."""
     close_watch_steps: ClassVar[int] = 200
     """After a warning is raised, every step is sampled for this many steps: enough to see whether a switch helps."""
     queue_bytes: ClassVar[int] = 8 * 2**20
@@ -149,21 +149,21 @@ class AgentConfig(BaseSettings):
     send_every_seconds: ClassVar[float] = 0.5
     """How often events are gathered into a batch, written to disk and sent. A SIGKILL loses at most this much time."""
     heartbeat_seconds: ClassVar[float] = 5.0
-    """When there are no events, the agent reports its health this often. Orders come with the answer, for which people
-    wait."""
+    """When there are no events, the agent reports its health this often. Orders come with the response, so this is
+    also how long a user may wait for an order to arrive."""
     request_seconds: ClassVar[float] = 10.0
-    """Longest time for one request, from connecting to the last byte of the answer. What fails is sent again."""
+    """Longest time for one request, from connecting to the last byte of the response. Failed requests are retried."""
     close_seconds: ClassVar[float] = 2.0
-    """Longest time that `close` waits for unsent batches: what remains lies in the spool, for the next process."""
+    """Longest time that `close` waits for unsent batches. The rest stays in the spool for the next process."""
 
     @property
     def stride(self) -> int:
-        """Steps between two samples, as far as seconds do not make them more."""
+        """Steps between two samples, unless `sampled_seconds` requires more."""
         return self.sample_every_steps or self.sampled_steps
 
     @property
     def must_watch(self) -> bool:
-        """Whether a model without attention that can be watched is an error: more was asked for than to observe."""
+        """Whether a model without supported attention is an error, because a setting asks for more than observing."""
         return self.strict or self.policy != "observe" or self.qk_clip != "never"
 
     @property
@@ -180,9 +180,9 @@ class AgentConfig(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[Any, ...]:
-        """What is given, then what the nearest launcher set, then the other variables."""
+        """Return the sources of settings in order of precedence: arguments, the nearest launcher, other variables."""
 
-        def variables() -> dict[str, Any]:  # without RANK=gold, which another program reads
+        def variables() -> dict[str, Any]:  # without values such as RANK=gold, which belong to another program
             found = env_settings()
             return {name: value for name, value in found.items() if name in os.environ or _is_ours(name, value)}
 
@@ -228,7 +228,7 @@ class AgentConfig(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _nothing_misspelt(cls, given: Any) -> Any:
-        refuse_misspelt()  # first: a name in lower case is read, and its value may be wrong too
+        refuse_misspelt()  # first, because names in lower case are read too, and their values may be wrong
         return given
 
     @model_validator(mode="before")
@@ -286,15 +286,16 @@ _LAUNCHERS: Final = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "FORESHOCK_RANK"),
     ("PMI_RANK", "PMI_SIZE", "FORESHOCK_RANK"),
 )
-"""Rank, number of processes, and what else is set where these number the processes of one run, the nearest first.
-torchrun, DeepSpeed and Accelerate set all three for each process. mpirun's numbers may be those of many runs, unless
-FORESHOCK_RANK says that a job scheduler numbered them too."""
+"""For each launcher, the variables of rank and number of processes, and one that is set if these count the processes of
+one run; the nearest launcher first. torchrun, DeepSpeed and Accelerate set all three for each process. The numbers of
+mpirun may be those of many runs, unless FORESHOCK_RANK shows that a job scheduler numbered them too."""
 
 
 def _of_the_nearest_launcher() -> dict[str, str]:
-    """Rank and number of processes as the launcher has them that started this process itself.
+    """Return rank and number of processes from the launcher that started this process.
 
-    It goes before FORESHOCK_RANK: what a job scheduler set for the launcher, all processes of a node have inherited.
+    These take precedence over FORESHOCK_RANK, because all processes of a node inherit the value that a job scheduler
+    set for the launcher.
     """
     for names in _LAUNCHERS:
         if all(os.environ.get(name, "").isdecimal() for name in names):
@@ -310,22 +311,22 @@ _PLAIN_NAME: Final = "run-%Y%m%d-%H%M%S-"
 
 
 def new_run_name(world_size: int = 1) -> str:
-    """A name for a run that was given none, like run-20260102-030405-9f3a; for several processes, the launcher's."""
+    """Return a default name of a run, such as run-20260102-030405-9f3a; for several processes, the launcher's name."""
     launched = _launcher_run() if world_size > 1 else None
     return launched or time.strftime(_PLAIN_NAME, time.gmtime()) + secrets.token_hex(2)
 
 
 def _launcher_run() -> str | None:
-    """What torchrun or Slurm call this run, the same on every rank and after a restart."""
+    """Return the name of this run in torchrun or Slurm, which is the same on every rank and after a restart."""
     for launcher, variable in (("torchrun", "TORCHELASTIC_RUN_ID"), ("slurm", "SLURM_JOB_ID")):
         name = re.sub(r"[^A-Za-z0-9_.:-]", "-", os.environ.get(variable, ""))[:100]
-        if name not in ("", "none"):  # torchrun's default says none
+        if name not in ("", "none"):  # "none" is torchrun's default
             return f"{launcher}-{name}"
     return None
 
 
 def make_config(config: AgentConfig | None, overrides: dict[str, Any]) -> AgentConfig:
-    """`config` with `overrides` on top, both validated. Raises ValueError with one sentence per mistake."""
+    """Return `config` with `overrides` applied, both validated. Raises ValueError with one sentence per mistake."""
     if config is not None and not isinstance(config, AgentConfig):
         raise ValueError(
             f"config must be an AgentConfig, got {type(config).__name__}; pass settings by name, as run=..."
@@ -335,7 +336,7 @@ def make_config(config: AgentConfig | None, overrides: dict[str, Any]) -> AgentC
         return AgentConfig(**{**given, **overrides})
     except ValidationError as error:
         raise ValueError("; ".join(_sentence(dict(e)) for e in error.errors(include_input=False))) from None
-    except SettingsError as error:  # of a variable whose setting is a dictionary
+    except SettingsError as error:  # raised for a variable whose setting is a dictionary
         example = 'FORESHOCK_LABELS={"team": "vision"}'
         raise ValueError(f"{error}: such a variable contains JSON, as {example}") from None
 
@@ -355,7 +356,7 @@ def _sentence(error: dict[str, Any]) -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Of Python, PyTorch and what the agent works with."""
+    """Return the versions of Python, PyTorch, foreshock, transformers and triton, if installed."""
     found = {"python": platform.python_version()}
     for package in ("torch", "foreshock", "transformers", "triton"):
         try:

@@ -1,4 +1,4 @@
-"""A report of what is, not what was promised: what computes each layer, which layers count, which stopped counting."""
+"""Report the actual coverage: what computes each layer, which layers count rows, and which stopped counting."""
 
 import itertools
 from collections.abc import Mapping
@@ -16,41 +16,42 @@ from foreshock.monitor.model.discovery import listed
 
 _SILENT_SAMPLES: Final = 3
 _STOPPED: Final = 4
-"""A layer has stopped for good when it has been silent this many times as long as one is silent before it is named."""
+"""A layer counts as stopped when it was silent for this many times the period after which it is reported."""
 
 
 class CoverageReport:
-    """How the layers of one agent stand, sample by sample."""
+    """Tracks which layers of one agent count rows, sample by sample."""
 
     def __init__(self, attached: AttachedModel, config: AgentConfig) -> None:
         self._attached: Final = attached
         self._shows: Final = config.shows
         self._pause: Final = _SILENT_SAMPLES * config.stride
-        """For how many steps no layer may count before that is a sign that another model trains."""
+        """If no layer counts for this many steps, another model is probably being trained."""
         self._silent_samples, self._warned_of_silence = 0, False
         self._layers: Final = attached.layers
         self._watched: Final = attached.watched
         self._unwatched = attached.unwatched
         self._found: dict[str, str] = {}
-        """Attention that was found after attach and has no layer, and why."""
+        """Why attention that was found after attach is not watched, by name of its module."""
         self._last: npt.NDArray[np.int64] = np.full(len(self._layers), -1)
         """The step of the last sample in which each layer counted; -1 before the first."""
         self._missed: npt.NDArray[np.int64] = np.zeros(len(self._layers), dtype=np.int64)
-        """Samples since then in which a layer like it counted."""
+        """The number of samples since then in which another layer of the same kind counted."""
         self._first: Final = np.cumsum([0, *(len(layer.heads) for layer in self._layers)])[:-1]
-        """Row of each layer's first head; a layer has one at least."""
+        """The row of each layer's first head; every layer has at least one head."""
         self._silent: set[int] = set()
-        """Layers that were named and did not count since."""
+        """Layers that were reported and have not counted since."""
         self._returns = 0
-        """Samples in which one of them came back."""
+        """The number of samples in which such a layer counted again."""
         self._outside_before: Final = outside.trained
         self._samples, self._wait, self._next_table = 0, 1, 0
         self._shown: list[str] = []
         self._empty_rows = ""
-        """A line about rows that see no key in the first sample."""
+        """A line about rows of the first sample that do not see any key."""
 
     def add_unwatched(self, found: Mapping[str, str]) -> None:
-        """Attention was found that has no layer: by name of its module, and why."""
+        """Add and log attention that was found after attach: the reason why it is not watched, by name of its
+        module."""
         for why, alike in itertools.groupby(sorted(found, key=found.__getitem__), found.__getitem__):
             logger.warning("foreshock: the attention of %s is not watched: %s", ", ".join(alike), why)
         self._unwatched += len(found)
@@ -58,12 +59,12 @@ class CoverageReport:
 
     @property
     def table_is_stale(self) -> bool:
-        """Whether the layers stand otherwise than the last table shows."""
+        """Whether the states of the layers differ from the last table."""
         return self._samples > 0 and self._shown != self._states()
 
     def record(self, words: Words, since_step: int, step: int) -> bool:
-        """Record a sample's counts [N], and return whether the table is due: the first one, and one after a
-        change, which waits for twice as many samples each time."""
+        """Record a sample's counts [N], and return whether the table has to be shown: for the first sample, and after a
+        change, with twice as many samples between two tables each time."""
         counted, first = self._hits(words), not self._samples
         self._samples += 1
         self._silent_samples = 0 if counted.any() else self._silent_samples + 1
@@ -93,7 +94,7 @@ class CoverageReport:
         return True
 
     def _states(self) -> list[str]:
-        """How each layer stands, in a word; and what else was found."""
+        """Return the state of each layer as a word, then the names of other attention that was found."""
         stopped = self._missed >= _STOPPED * self._patience
         states = np.where(self._last < 0, "never", np.where(stopped, "stopped", "counts")).astype(object)
         states[[layer.name in self._found for layer in self._layers]] = "replaced"
@@ -101,8 +102,8 @@ class CoverageReport:
 
     @property
     def _patience(self) -> int:
-        """Samples that a layer may miss before it is named: more each time one came back, as where layers are dropped
-        at random."""
+        """The number of samples that a layer may miss before it is reported. It grows each time a layer counts again,
+        for models that drop layers at random."""
         return 1 << max(self._returns - 1, 0)
 
     def _hits(self, words: Words) -> npt.NDArray[np.bool_]:
@@ -110,7 +111,8 @@ class CoverageReport:
         return np.logical_or.reduceat(rows != 0, self._first)
 
     def _note_empty_rows(self, words: Words) -> None:
-        """Rows without a visible key are harmless in most kernels, and the usual cause where NaN follows."""
+        """Prepare a line about rows without a visible key. Most kernels support them, but if NaN appears, they are the
+        usual cause."""
         words = words[self._first]
         empty = words[:, Slot.EMPTY_ROWS]
         every = empty + words[:, Slot.ROWS] + words[:, Slot.NONFINITE_ROWS]
@@ -124,7 +126,7 @@ class CoverageReport:
         )
 
     def _warn_of_silence(self, step: int) -> None:
-        """Warn that no layer counts any more, once, when that has lasted; never where few steps make a sample each."""
+        """Warn once if no layer has counted for `_pause` steps and several samples."""
         last = int(self._last.max(initial=-1))
         if (
             last >= 0
@@ -140,7 +142,7 @@ class CoverageReport:
             )
 
     def warn_if_unstepped(self, words: Words) -> None:
-        """Warn, as the agent closes without a step, that the model trained: its training never called agent.step."""
+        """Warn that the model was trained but agent.step was never called, when the agent is closed without a step."""
         if self._hits(words).any():
             logger.warning(
                 "foreshock: the model was trained, but agent.step(loss) was never called: nothing was judged, sent or "
@@ -151,8 +153,9 @@ class CoverageReport:
         sampled = np.array([layer.sampled for layer in self._watched])
         for alike in (sampled, ~sampled):
             if not counted[alike].any() or (alike is sampled and self._attached.last_measured <= since_step):
-                continue  # none of them: nothing was measured in this sample, or there was no backward; or those that
-                # counted did so while our kernels computed them, before they were switched back
+                # If none counted, nothing was measured in this sample, or there was no backward. If some did, our
+                # kernels computed them, before the layers were switched back.
+                continue
             self._missed[alike & ~counted] += 1
             self._missed[counted] = 0
             long = np.flatnonzero(alike & (self._missed >= self._patience) & (self._last >= 0)).tolist()
@@ -164,12 +167,12 @@ class CoverageReport:
         self._returns += bool(back)
 
     def _warn(self, numbers: Any, step: int, since_step: int) -> None:
-        """Name the layers that counted nothing, those of one reason together."""
+        """Log the layers that did not count any rows, grouped by reason."""
         groups: dict[str, list[str]] = {}
         for number in numbers:
             layer, watched = self._layers[number], self._watched[number]
             self._silent.add(int(number))
-            counted = self._last[number] >= 0  # then what it met before shows nothing of now
+            counted = self._last[number] >= 0  # then its earlier calls do not explain why it stopped
             why = "; ".join(watched.unmeasured) or NOT_RUN if counted else watched.why_not_counted
             groups.setdefault(why, []).append(f"layer {layer.layer} ({layer.name})")
         steps = f"step {step}" if step - since_step <= 1 else f"steps {since_step + 1} to {step}"
@@ -177,12 +180,12 @@ class CoverageReport:
             logger.warning("foreshock: %s counted nothing in %s: %s", ", ".join(names), steps, why)
 
     def show(self, step: int) -> None:
-        """Print the table, where this process prints any."""
+        """Print the table, if this process prints tables."""
         if self._shows and (table := self.table()):
             say(f"foreshock, from step {step} on:\n{table}")
 
     def table(self) -> str:
-        """A line for each group of layers that stand alike, and how many are watched in all."""
+        """Return a table with a line for each group of layers in the same state, and the number of watched layers."""
         if not self._samples:
             return ""
         groups: dict[str, list[str]] = {}

@@ -1,8 +1,8 @@
-"""The detectors' thread: a sample is read beside the step that follows it, so that the training thread need not.
+"""Run the detectors in a thread, which evaluates a sample during the following step, outside the training thread.
 
-What was handed over at one step boundary is taken at the next, with its verdicts. Where the thread has fallen behind a
-whole step, the boundary waits for it, but no longer than a second, and once that was in vain not again before the
-thread has caught up. So the same samples give the same verdicts at the same steps.
+A sample that is handed over at one step boundary is taken at the next, with its verdicts. If the thread is late by a
+whole step, the boundary waits for it, so that the same samples give the same verdicts at the same steps. It waits at
+most a second; after a wait in vain, it does not wait again until the thread has caught up.
 """
 
 import functools
@@ -22,7 +22,8 @@ LONGEST_LAST_WAIT_SECONDS: Final = 5.0
 class DetectorResult(NamedTuple):
     """A sample with the detectors' verdicts on it; `risk` is float64 [N], None where they are off.
 
-    active: the verdicts that are not cleared. No other thread may read those of the detectors, which may change them.
+    active: the verdicts that are not cleared. Other threads must read these instead of the detectors' own, which may
+    change at any time.
     """
 
     counted: Counted
@@ -30,13 +31,13 @@ class DetectorResult(NamedTuple):
     risk: Floats | None
     active: tuple[wire.Verdict, ...] = ()
     readings: Any = None
-    """the `Readings` of it; None where the detectors failed"""
+    """the `Readings` of the sample; None if the detectors failed"""
     undecided: bool = False
-    """whether closer samples would show the cause of a drift"""
+    """whether more frequent samples could show the cause of a drift"""
 
 
 class DetectorThread:
-    """Calls `detect` for one sample after the other, in a daemon thread that starts with the first one."""
+    """Calls `detect` for one sample after another, in a daemon thread that starts with the first sample."""
 
     def __init__(self, detect: Callable[..., DetectorResult]) -> None:
         self._detect = detect
@@ -47,7 +48,7 @@ class DetectorThread:
         self._thread: threading.Thread | None = None
 
     def put(self, *sample: object) -> None:
-        """Hand a sample over, as `detect` takes it; its verdicts come with a later `take`."""
+        """Hand over a sample, as the arguments of `detect`; a later `take` returns its verdicts."""
         self._under_way += 1
         self._waiting.put(functools.partial(self._detect, *sample))
         if self._thread is None:
@@ -55,14 +56,15 @@ class DetectorThread:
             thread = threading.Thread(target=_work, args=queues, name="foreshock-detectors", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the interpreter ends, or no thread can be had: there is none beside this one then
+            except RuntimeError:  # the interpreter exits or cannot start a thread, so this thread does the work
                 self._waiting.put(None)
                 _work(*queues)
             else:
                 self._thread = thread
 
     def take(self, *, last: bool = False) -> list[DetectorResult]:
-        """Every sample handed over before, with its verdicts, oldest first. Raises what `detect` raised (strict mode).
+        """Return every sample handed over before, with its verdicts, oldest first. Raises errors of `detect` (strict
+        mode).
 
         last: wait longer, for a checkpoint or the end of the training.
         """
@@ -71,7 +73,7 @@ class DetectorThread:
             seconds = LONGEST_LAST_WAIT_SECONDS if last else 0.0 if self._late else LONGEST_WAIT_SECONDS
             try:
                 result = self._results.get(timeout=seconds)
-            except queue.Empty:  # a stalled machine; they are taken at a later boundary
+            except queue.Empty:  # the machine stalls; a later boundary takes these samples
                 self._late = True
                 return taken
             self._under_way -= 1
@@ -83,11 +85,11 @@ class DetectorThread:
 
     @property
     def idle(self) -> bool:
-        """Whether all that was handed over is taken: only then does the thread touch nothing."""
+        """Whether all samples that were handed over are taken, so that the thread does not access any state."""
         return not self._under_way
 
     def close(self) -> None:
-        """End the thread once it has read what waits."""
+        """End the thread after the samples that are waiting."""
         self._waiting.put(None)
 
 
@@ -95,10 +97,10 @@ def _work(
     waiting: "queue.SimpleQueue[Callable[[], DetectorResult] | None]",
     results: "queue.SimpleQueue[DetectorResult | BaseException]",
 ) -> None:
-    """The thread, which between two samples holds nothing that would keep a dropped agent alive."""
+    """Run the thread. Between two samples, it does not have a reference that would keep a dropped agent alive."""
     while (detect := waiting.get()) is not None:
         try:
             results.put(detect())
-        except BaseException as fault:  # nothing may end this thread while a boundary counts on it
+        except BaseException as fault:  # the thread must not end while a boundary waits for it
             results.put(fault)
         del detect
