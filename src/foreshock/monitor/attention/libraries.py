@@ -92,7 +92,7 @@ def watched_call(own: Callable[[], Any], describe: Callable[[], LibraryCall | st
         return call.heads_back(computed).contiguous()
     expect_interception()
     result = own()
-    if was_intercepted():  # the library called another watched function, which is closer to the operands
+    if was_intercepted():  # the library called another watched function, which knows the operands better
         return result
     note_interception(*operands[:2])
     out, *more = result if isinstance(result, tuple) else (result,)

@@ -114,8 +114,8 @@ class WatchedLayer:
     """The full name of the function that computed its last sampled call."""
     # Findings of calls. Compiled code only writes these attributes, because reading one would trigger a recompilation.
     kernels: Literal["", "fit", "ran"] = field(default="", init=False)
-    """"fit": our kernels can compute its training calls, unless a comparison shows a difference. "ran": they computed
-    one since they were requested."""
+    """State of our kernels. "fit": they can compute its training calls, unless a comparison shows a difference. "ran":
+    they computed one since they were requested."""
     differs: bool = field(default=False, init=False)
     """Whether our kernels differ from PyTorch's attention in the last calls that were compared."""
     stayed_native: set[str] = field(default_factory=set, init=False)
@@ -387,8 +387,8 @@ def _state_without_us(module: nn.Module) -> Any:
 
 
 def _stripped(state: dict[str, Any]) -> dict[str, Any]:
-    """Remove our attributes and hooks from `state`, a module's attributes. Dictionaries of hooks may be shared, so they
-    are replaced by new ones instead of changed."""
+    """Remove our attributes and hooks from `state`, a module's attributes, and return it. Dictionaries of hooks may be
+    shared, so they are replaced by new ones instead of changed."""
     for name in (_NAME, LAYER_ATTRIBUTE, LAYOUT_ATTRIBUTE):
         state.pop(name, None)
     for hooks in _HOOKS:
