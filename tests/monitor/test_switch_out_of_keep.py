@@ -187,6 +187,22 @@ def test_what_a_captured_step_hides_waits_with_a_word_of_what_to_do_and_takes_ef
         assert "c1" in agent.state_dict()["switch"]["answered"]
 
 
+def test_an_order_that_waits_expires_and_gives_way_to_a_later_one() -> None:
+    model = tiny_gpt()
+    with listening(model, **KEEP) as (agent, listener):
+        agent.step(eager(model, 0))
+        assert order(agent, expires_step=3) is None
+        for _ in range(3):
+            replayed(model, agent)
+        assert order(agent, id="c2", mode="row_corrected") is None
+        assert order(agent, id="c3", mode="paper_softmax") is None
+        replayed(model, agent)
+        agent.step(eager(model, 1))
+        told = [(s.command, s.outcome) for s in listener.of(wire.Switched)]
+        assert told == [("c1", "expired"), ("c2", "refused"), ("c3", "applied")]
+        assert agent.modes()[(1, 0)] == "paper_softmax"
+
+
 @pytest.mark.parametrize(("switched", "undone"), [(1, 4), (8, 9)])
 def test_a_switch_taken_back_before_the_next_sample_makes_no_peer_look_as_if_it_had_stopped(
     switched: int, undone: int, caplog: pytest.LogCaptureFixture
