@@ -58,7 +58,7 @@ def test_keys_that_are_made_of_a_latent_are_told_as_keys_without_a_bias_whatever
     model: Any = tiny("DeepseekV3", **sizes)
     seen = assess(model)
     assert (seen.watched, seen.key_bias, seen.rotary) == (2, "none", True)
-    assert "GPT-2 small without biases failed so" in str(seen)
+    assert "GPT-2 small without biases failed in this way" in str(seen)
     for block in model.model.layers:
         made = block.self_attn.kv_b_proj
         made.bias = nn.Parameter(torch.zeros(made.out_features))

@@ -198,6 +198,6 @@ def test_latent_attention_that_tensor_parallelism_spreads_is_refused_and_left_as
     before = [[parameter.detach() for parameter in two_latent_layers().parameters()]]
     for rank in range(WORLD):
         way = told[rank]["tensor parallel, latent"]
-        assert "in no known order do the outputs of its projections" in way["report"]
+        assert "no known layout shows how the outputs of its projections" in way["report"]
         assert way["faults"] == {}
         assert same(way["weights"][-1:], before)

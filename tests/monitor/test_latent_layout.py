@@ -207,7 +207,7 @@ class PartsFirst(LatentAttention):
         return torch.cat([heads_of(nope), self.rotary(heads_of(rope))], -1), key, value
 
 
-NOTHING_FITS = "in no known order do the outputs of its projections (wq_b, wkv_b) give its queries and keys"
+NOTHING_FITS = "no known layout shows how the outputs of its projections (wq_b, wkv_b) give its queries and keys"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "queries normed behind the up-projection": (lambda: two_latent_layers(NormedQueries), NOTHING_FITS),
     "own keys normed behind it": (lambda: two_latent_layers(NormedOwnKeys), NOTHING_FITS),

@@ -189,7 +189,7 @@ def test_heads_that_lie_otherwise_than_names_say_have_unknown_norms_and_the_tabl
     assert [sample.query_norm for sample in samples] == [None] * 4
     names = ", ".join(name for name, _ in module.named_children() if name != "v_proj")
     assert told == (
-        f"norms are not measured: in no known order do the outputs of its projections ({names}) give its queries "
+        f"norms are not measured: no known layout shows how the outputs of its projections ({names}) give its queries "
         "and keys, 4 heads of 8 features"
     )
 
@@ -424,5 +424,5 @@ def test_an_order_of_a_fused_projection_is_confirmed_if_it_is_the_true_one_whate
         np.testing.assert_array_equal(fused[:, found.key.outputs], parts["k"])
         assert not keys_are_values
     else:
-        with pytest.raises(ValueError, match="in no known order"):
+        with pytest.raises(ValueError, match="no known layout shows how"):
             confirmed(given_call, proposed)

@@ -87,7 +87,8 @@ def confirmed(call: Call, proposed: Sequence[Projection]) -> tuple[Projection, b
             values = call.value[..., : projection.key.head_dim]
             return projection, values.shape == key.shape and _gives(projection.key, values, call)
     of = f"the outputs of its projections ({call.names}) give its queries and keys"
-    raise ValueError("in no known order do {}, {} heads of {} features".format(of, *call.query.shape[1:]))
+    heads, dim = call.query.shape[1:]
+    raise ValueError(f"no known layout shows how {of}, {heads} heads of {dim} features")
 
 
 def shared_features(call: Call) -> npt.NDArray[np.bool_]:
@@ -236,7 +237,7 @@ class LayoutCheck:
     def scalable(self) -> Projection | str:
         """Return the rows that QK-Clip may scale now, or why it may not scale any."""
         found = self.locate()  # first, because it may set the reason
-        return self._unscalable or found or self._why or "no call has shown yet which rows are which head's"
+        return self._unscalable or found or self._why or "no call has shown yet which rows belong to which head"
 
     def describe(self) -> str:
         """Describe the layout of the weights, as far as calls have shown it, or why their norms are not measured."""

@@ -77,20 +77,21 @@ def rounding(bias: KeyBias, rotary: bool, normalised: bool, *, rounds: bool = Tr
         ]
     if bias == "trained":
         also, seen = (
-            ("qk-norm", "it held the one run that was tried at 20 nats instead of 120")
+            ("qk-norm", "with it, the one run that was tried reached 20 nats instead of 120")
             if normalised
             else ("rotary positions", "none of five runs drifted far")
         )
         return [
-            f"Drift by rounding: perhaps. The keys have a bias, besides {also}: {seen}.",
-            "  First remedy: watch it; a switch of mode is there if a head is warned about.",
+            f"Drift by rounding: perhaps. The keys have a bias, but the model has {also}: {seen}.",
+            "  First remedy: monitor it. If foreshock warns about a head, the head can be switched to a corrected kernel.",
         ]
     if bias == "unknown":
         return ["Drift by rounding: not known, because the projection of the keys was not found."]
     others = " and ".join(what for what, has in (("rotary positions", rotary), ("qk-norm", normalised)) if has)
     differs = f" This model has {others}, which that one did not." if others else ""
     return [
-        "Drift by rounding: perhaps. GPT-2 small without biases failed so, in the paper and here, at a rate of 1e-3."
+        "Drift by rounding: perhaps. GPT-2 small without biases failed in this way at a learning rate of 1e-3, in the "
+        "paper and in our runs."
         f"{differs}",
-        "  First remedy: watch it; a switch of mode is there if a head is warned about.",
+        "  First remedy: monitor it. If foreshock warns about a head, the head can be switched to a corrected kernel.",
     ]
