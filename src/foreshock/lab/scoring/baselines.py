@@ -1,7 +1,7 @@
-"""What people watch today, as signals over a recorded run, to be scored beside our detectors.
+"""Baselines: monitors in common use, computed as signals over a recorded run and compared with foreshock's detectors.
 
-A signal is a number that rises with the danger; it warns when it passes a threshold. Loss and gradient norm are read at
-every step, the others at every sample. docs/scoring.md names the sources, and what was assumed.
+A signal is a number that rises with the danger; it warns when it reaches a threshold. Signals of loss and gradient norm
+have a value for every step, the others for every sample. docs/scoring.md gives the sources and the assumptions.
 """
 
 import math
@@ -22,29 +22,29 @@ _ALPHA: Final = 0.97
 _WARMUP: Final = 25
 _Z_CLIP: Final = 2.5
 _FIRST_STEP: Final = 500
-"""No z-score is judged while a run begins."""
+"""The first step with a z-score: earlier steps are too noisy."""
 _FIRST_CONDITIONS: Final = 1000
 _OFFSET: Final = 3.0
-"""|offset| in nats from which a drift counts."""
+"""Smallest |offset| in nats that counts as a drift."""
 _MOVED: Final = 1.5
-"""Nats by which the offset moved away from zero over the window."""
+"""Smallest change of |offset| over the window, in nats."""
 _SUPPORT: Final = 4.0
-"""Standard errors of the delta bias the way that the offset has gone."""
+"""Smallest delta bias in the direction of the offset, in standard errors."""
 _LIVES: Final = 3.0
-"""The forecast of a score of 512 is within so many times the run's steps so far."""
+"""Longest forecast until a score of 512, as a multiple of the steps so far."""
 _BLOCKS: Final = 3
-"""In a row."""
+"""Consecutive blocks in which the conditions must be met."""
 _SHARP: Final = 1024.0
-"""A largest |score| that is warned about whatever moves it."""
+"""Largest |score| that warns without the other conditions."""
 _WINDOW: Final = 4000
 _BLOCK: Final = 100
 _EVEN: Final = 1e-9
-"""Difference from 1 below which a power of the step makes an exponential."""
+"""Distance of the exponent from 1 below which the integral of the learning rate is taken as a logarithm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """One monitored number of one run; NaN where nothing is known yet."""
+    """One monitored number of one run; NaN where it is not known yet."""
 
     step: npt.NDArray[np.int64]
     value: Floats
@@ -52,7 +52,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A monitor of today. `signal` gives None for a trace that did not record what it reads."""
+    """A monitor in common use. `signal` returns None if the trace lacks the values that the monitor reads."""
 
     name: str
     threshold: float
@@ -61,11 +61,11 @@ class Baseline:
 
 
 def _z_score(step: npt.NDArray[np.int64], values: Floats) -> Signal | None:
-    """(value - mean) / deviation, of exponential averages of the values before it, as ZClip (arXiv 2504.02507).
+    """Return (value - mean) / deviation with exponential averages of earlier values, as in ZClip (arXiv 2504.02507).
 
-    The first 25 values give the first mean and variance. A value beyond 2.5 enters the averages clipped to
-    mean + 2.5^2 / z * deviation (ZClip's reciprocal clipping), so that a spike does not hide the next. Infinite for a
-    value that is not finite.
+    The first 25 values give the initial mean and variance. A value with z above 2.5 enters the averages clipped to
+    mean + 2.5^2 / z * deviation (ZClip's reciprocal clipping), so that a spike does not hide the next one. The z-score
+    of a non-finite value is infinite. Returns None if the run has too few values.
     """
     if np.isnan(values).all() or len(values) <= _WARMUP:
         return None
@@ -86,7 +86,7 @@ def _z_score(step: npt.NDArray[np.int64], values: Floats) -> Signal | None:
 
 
 def _largest_of(rows: Sequence[tuple[int, Floats | None]]) -> Signal | None:
-    """The largest value of each row that knows one."""
+    """Return the largest value of each row, without the rows that have only NaN."""
     known = [(step, float(np.nanmax(v))) for step, v in rows if v is not None and not np.isnan(v).all()]
     if not known:
         return None
@@ -94,11 +94,11 @@ def _largest_of(rows: Sequence[tuple[int, Floats | None]]) -> Signal | None:
 
 
 def blocks_met(trace: Trace) -> list[tuple[int, Floats]]:
-    """The step of every sample, and the share of the blocks in a row that each head has met, [N]; 1 warns.
+    """Return the step of every sample, and each head's fraction of the required consecutive blocks, [N]; 1 warns.
 
-    The rule of four conditions: offset, its delta bias, a forecast, persistence. A reader of the recordings found it
-    after the fact. Its thresholds are frozen, so that runs which nobody has seen can judge both; blocks and courses are
-    those of the shipped detectors, stretched where the learning rate falls.
+    The rule has four conditions: offset, delta bias, forecast and persistence. A reader found it by inspecting the
+    recordings. Its thresholds are frozen, so that new runs can compare it with foreshock's detectors. It uses their
+    blocks and forecasts, and lengthens a forecast while the learning rate falls.
     """
     heads = len(trace.heads)
     past = HeadPasts.begin(heads, _WINDOW, _BLOCK)
@@ -128,8 +128,10 @@ def blocks_met(trace: Trace) -> list[tuple[int, Floats]]:
 
 
 def _while_rate_falls(steps: Floats, rates: list[tuple[int, float]], window: float) -> Floats:
-    """In how many steps a rate that goes on falling by the same power of the step takes heads as far as today's would
-    in `steps`."""
+    """Convert forecasts of `steps` at a constant learning rate to a rate that keeps falling as a power of the step.
+
+    The power is fitted to the last `window` steps. Infinite if the sum of all later rates is too small.
+    """
     if not rates:
         return steps
     age, last = rates[-1]
@@ -137,7 +139,7 @@ def _while_rate_falls(steps: Floats, rates: list[tuple[int, float]], window: flo
     power = math.log(first / last) / math.log(age / since) if last < first and since < age else 0.0
     if abs(power - 1.0) < _EVEN:
         return np.asarray(age * np.expm1(steps / age))
-    left = np.maximum(1.0 + (1.0 - power) * steps / age, 0.0)  # 0: it ends before
+    left = np.maximum(1.0 + (1.0 - power) * steps / age, 0.0)  # 0: never reached
     return np.asarray(age * (left ** (1.0 / (1.0 - power)) - 1.0))
 
 

@@ -1,9 +1,9 @@
-"""`foreshock lab score`: detectors and baselines on recorded runs: who was warned about, when and why.
+"""`foreshock lab score`: evaluate the detectors and the baseline monitors on recorded runs.
 
-Every monitor is a signal that rises with the danger and a threshold. What it says of one run are alarms, at most one in
-2000 steps for as long as the signal is at the threshold. The first alarm before the first harm (harm.py)
-is the warning, and the steps between them its lead; alarms of healthy runs are false. Ours are the warnings of a
-replay, by the shipped thresholds; a baseline has its published threshold.
+A baseline is a signal that rises with the danger, and its published threshold. It raises alarms, at most one in 2000
+steps, while its signal is at or above the threshold. The alarms of foreshock are the warnings of a replay with the
+default settings. The first alarm before the first harm (harm.py) is the warning, and the steps between the two are its
+lead. Every alarm of a healthy run is false.
 """
 
 import math
@@ -26,33 +26,33 @@ from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 
 OURS: Final = "foreshock"
 ASKED_LEAD_STEPS: Final = 1000
-"""A warning is in time this many steps before the first harm, or half of the run's steps before it if that is less."""
+"""Steps before the first harm at which a warning is in time; half of the harm's step if that is less."""
 QUIET_STEPS: Final = DetectorConfig().quiet_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One trace as it was seen; None where no warning came or nothing happened."""
+    """Result of one trace; a field is None if the event did not happen."""
 
     trace: str
     runs_of: str
-    """the set: the folder of the trace"""
+    """name of the set of runs: the folder of the trace"""
     truth: str
-    """what the run was made to show: healthy, rounding, score growth, other or treated"""
+    """the outcome that the run was designed to show: healthy, rounding, score growth, other or treated"""
     natural: bool
-    """whether nothing was injected"""
+    """whether the run had no injected fault"""
     tuned: bool
-    """whether detectors were tuned on it"""
+    """whether the detectors were tuned on this run"""
     observed: bool
-    """whether attention was computed in a type that rounds, and no policy acted"""
+    """whether attention was computed in a 16-bit type, and the policy did not act"""
     steps: int
     cut_short: bool
-    """whether it ended before its recipe does"""
+    """whether the run ended before the last step of its recipe"""
     harm_step: int | None
     dangerous_step: int | None
-    """when the largest |score| of any head reached 512"""
+    """the first step at which the largest |score| of any head was 512 or more"""
     failing_head: HeadRef | None
-    """the first head whose |score| reached 512; None also where several heads have that score"""
+    """the first head whose |score| reached 512; None also if several heads have the same largest score"""
     first_warning_step: int | None
     layer: int | None
     head: int | None
@@ -61,33 +61,33 @@ class Score:
     forecast_steps: float | None
     forecast_low_steps: float | None
     warnings: int
-    """verdicts raised in all"""
+    """number of raised verdicts, without those of severity info"""
     alarms: dict[str, list[int] | None]
-    """of every monitor; None where the trace did not record what it reads"""
+    """alarm steps by monitor; None if the trace lacks the values that the monitor reads"""
 
     @property
     def healthy(self) -> bool:
-        """Made to be healthy, and it was: no harm, and no |score| that reached 512."""
+        """Whether a run designed to be healthy was: without harm, and every |score| below 512."""
         return self.truth == "healthy" and self.failed_at is None
 
     @property
     def failing(self) -> bool:
-        """Made to fail by rounding, with nothing injected."""
+        """Whether the run was designed to fail by rounding without an injected fault."""
         return self.truth == "rounding" and self.natural
 
     @property
     def failed_at(self) -> int | None:
-        """The first step of harm, or of a |score| of 512."""
+        """The first step of harm or of a |score| of 512, whichever is earlier."""
         return min((step for step in (self.harm_step, self.dangerous_step) if step is not None), default=None)
 
     def in_time(self, monitor: str) -> bool:
-        """Whether a harmed run was warned about early enough."""
+        """Whether the first alarm of a harmed run came early enough (ASKED_LEAD_STEPS)."""
         heard, harm = self.alarms[monitor], self.harm_step
         return bool(heard and harm and harm - heard[0] >= min(ASKED_LEAD_STEPS, harm / 2))
 
 
 def score_traces(traces: Sequence[Trace], config: DetectorConfig | None = None) -> Iterator[Score]:
-    """Score traces, compared with their controls, one by one."""
+    """Score traces one by one, each compared with its control if `traces` contains it."""
     controls = {_run(trace): trace for trace in traces if trace.header.get("arm") == "control"}
     for trace in traces:
         control = controls.get(_run(trace))
@@ -128,10 +128,11 @@ def _score(trace: Trace, config: DetectorConfig, control: Trace | None) -> Score
 
 
 def truth(trace: Trace) -> str:
-    """What a run was made to show; a trace that does not say is healthy in float32 and rounding otherwise.
+    """Return the outcome that a run was designed to show.
 
-    A run of a failing recipe that was treated from the start (exact delta, say) is "treated": neither healthy nor a
-    failure to warn of, since treatment may come short.
+    If the header does not say, the truth is "healthy" for float32 and "rounding" otherwise. A run of a failing recipe
+    with a mitigation from the first step (such as exact delta) is "treated": it counts neither as healthy nor as
+    failing, because the mitigation may be insufficient.
     """
     recorded, variant = trace.header.get("truth"), str(trace.header.get("arm", ""))
     if recorded is None:
@@ -141,7 +142,7 @@ def truth(trace: Trace) -> str:
 
 
 def _first_dangerous(trace: Trace) -> tuple[int | None, HeadRef | None]:
-    """When a |score| first reached 512, and whose; no head where several share the largest one."""
+    """Return the first step with a |score| of 512, and its head; None for the head if several have the same score."""
     for reading in readings(trace):
         scores: Floats = reading.largest_score
         if (scores >= DANGEROUS_SCORE).any():
@@ -151,9 +152,9 @@ def _first_dangerous(trace: Trace) -> tuple[int | None, HeadRef | None]:
 
 
 def alarms(signal: Signal, threshold: float, spacing_steps: int = QUIET_STEPS) -> list[int]:
-    """The steps of the alarms: where the signal is at the threshold, not again within `spacing_steps` of an alarm.
+    """Return the alarm steps: steps with a signal at or above the threshold, at least `spacing_steps` apart.
 
-    A monitor that stays beyond its threshold alarms again and again; one that hovers about it is not counted for more.
+    A signal that stays above its threshold raises repeated alarms; one that crosses it often does not raise more.
     """
     with np.errstate(invalid="ignore"):
         beyond = signal.step[signal.value >= threshold]
@@ -165,12 +166,14 @@ def alarms(signal: Signal, threshold: float, spacing_steps: int = QUIET_STEPS) -
 
 
 def of_monitor(scores: Sequence[Score], monitor: str, threshold: float | None) -> dict[str, Any]:
-    """One monitor on all runs that recorded what it reads. A failure is a natural one by rounding.
+    """Summarise one monitor over all runs that recorded the values that it reads.
 
-    threshold: as published, None for ours, which has many. dangerous: failures in which a |score| reached 512, harmed
-    or not. warned: of those, before that. Leads: steps to 512, 0 for a run that was not warned about. harmed: failures
-    that came to harm. others: runs that harm or a |score| of 512 came to for another reason; others_warned: of those,
-    before it. possible_alarms: of a monitor that is never quiet, that is healthy runs in windows of QUIET_STEPS.
+    A failure is a run that failed by rounding without an injected fault (`Score.failing`).
+    threshold: as published; None for foreshock, which has several. dangerous: failures in which a |score| reached 512,
+    with or without harm; warned: those of them with an alarm before that step. Leads: steps from the first alarm to
+    512, 0 without an alarm. harmed: failures with harm; in_time: those of them with an alarm early enough. others: runs
+    with harm or a |score| of 512 for another reason; others_warned: those of them with an alarm before that step.
+    possible_alarms: alarms in healthy runs of a monitor whose signal is always above its threshold.
     """
     heard = [(each, alarms) for each in scores if (alarms := each.alarms.get(monitor)) is not None]
     leads = [_lead(alarms, each.dangerous_step) for each, alarms in heard if each.failing and each.dangerous_step]
@@ -201,12 +204,12 @@ def of_monitor(scores: Sequence[Score], monitor: str, threshold: float | None) -
 
 
 def _lead(alarms: Sequence[int], step: int | None) -> int:
-    """Steps from the first alarm to `step`; 0 for none, or one that came later."""
+    """Steps from the first alarm to `step`; 0 without an alarm, or if it came later."""
     return max(step - alarms[0], 0) if alarms and step is not None else 0
 
 
 def healthy_steps(scores: Sequence[Score]) -> list[dict[str, Any]]:
-    """Healthy runs and steps of each set, those that detectors were tuned on apart, and of all."""
+    """Count healthy runs and their steps: for each set, split by `tuned`, and for all sets."""
     groups: dict[tuple[str, bool | None], list[Score]] = {}
     for each in scores:
         if each.healthy:
@@ -225,8 +228,10 @@ def healthy_steps(scores: Sequence[Score]) -> list[dict[str, Any]]:
 
 
 def precision(scores: Sequence[Score]) -> dict[str, int]:
-    """Of observed runs in 16 bits whose first warning named rounding: how many failed, and how many of the others were
-    cut short, so that nobody can say."""
+    """Count the observed runs whose first warning gave the cause rounding, by what happened afterwards.
+
+    They failed, or ran to the end without a failure, or were cut short, so that their outcome is unknown.
+    """
     named = [each for each in scores if each.observed and each.cause == "rounding"]
     rest = [each for each in named if each.failed_at is None]
     return {
@@ -238,8 +243,11 @@ def precision(scores: Sequence[Score]) -> dict[str, int]:
 
 
 def forecasts(scores: Sequence[Score]) -> dict[str, float | None]:
-    """Of the first warnings with a forecast about the head that came to 512 first: how many of these heads came no
-    earlier than it said, and the least and the largest of the steps they took, in parts of the likely ones."""
+    """Compare forecasts with outcomes, for runs whose first warning had a forecast for the head that reached 512 first.
+
+    came: such runs; not_earlier: those whose head reached 512 at or after the earliest forecast step. least_part and
+    most_part: the smallest and largest ratio of actual steps to forecast steps.
+    """
     took = [
         (each.dangerous_step - each.first_warning_step, each.forecast_low_steps, each.forecast_steps)
         for each in scores
@@ -256,10 +264,10 @@ def forecasts(scores: Sequence[Score]) -> dict[str, float | None]:
 
 
 def lab_score(paths: Sequence[Path], *, report: Path | None = None) -> tuple[list[Score], dict[str, Any]]:
-    """Score every trace; the scores, and what `report` gets as JSON: traces, table, healthy steps, precision,
-    forecasts.
+    """Score every trace; return the scores, and the content of `report`, which is written as JSON.
 
-    Raises ValueError for a file that is no trace.
+    The report contains the traces, the table of monitors, healthy steps, precision and forecasts. Raises ValueError for
+    a file that is not a trace.
     """
     scores = list(score_traces(list(map(read_trace, paths))))
     monitors: list[tuple[str, float | None]] = [(OURS, None), *((each.name, each.threshold) for each in BASELINES)]

@@ -1,11 +1,12 @@
-"""Synthetic runs with a label: what the detectors say of long, late, resumed and unusual runs.
+"""Synthetic runs with known truth, which test the detectors on long, late, resumed and unusual runs.
 
-Nothing here was trained. A run is a made-up course of offset, largest score and delta bias of every head, and reaches
-the detectors as any sample does. The noise of a block of 100 steps is 1, so a push of 0.65 is what a sample of rows
-shows of a failing head, and one of 0.15 what it shows of a healthy head late in a long run.
+Nothing is trained: a run is a generated time series of offset, largest score and delta bias for every head, given to
+the detectors in the same form as samples of an agent. The delta bias of a block of 100 steps has noise with a standard
+deviation of 1, plus a mean, the push. Measured on a sample of rows, failing heads have a push of about 0.65, and
+healthy heads late in a long run about 0.15.
 
-synthetic.toml has the families. Rules were tuned on seeds below 1000 and on families that say so; tables are made of
-seeds from 1000 on.
+synthetic.toml lists the families of runs. Rules were tuned on seeds below 1000, and on the families with `tuned`;
+published tables use seeds from 1000.
 """
 
 import math
@@ -35,7 +36,7 @@ Random = np.random.Generator
 
 @dataclass(slots=True, kw_only=True)
 class Course:
-    """What the samples of one run show; arrays [T, N], and [T] where a value is of the whole run."""
+    """The samples of one run: arrays [T, N] for N heads, and [T] for values of the whole run."""
 
     step: npt.NDArray[np.int64]
     offset: Floats
@@ -43,23 +44,23 @@ class Course:
     bias: Floats
     rate: Floats | None
     rows: Floats
-    """of a head in each sample"""
+    """rows that each sample counts per head"""
     since: int = 0
-    """where the first sample begins"""
+    """the step before the first step that the first sample covers"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Runs of one kind, as synthetic.toml describes them."""
+    """One family of runs, as described in synthetic.toml."""
 
     name: str
     kind: str
     given: dict[str, Any]
     runs: int = 10
     tuned: bool = True
-    """whether its runs were looked at while the rule was chosen"""
+    """whether its runs were inspected while the detection rule was chosen"""
     stride: int = 1
-    """A course of every step is sampled as the agent does: one step in so many, and every one where that decides."""
+    """Steps between samples, as in the agent; every step is sampled while the detectors need closer samples."""
 
     @property
     def truth(self) -> Truth:
@@ -67,33 +68,35 @@ class Family:
         return "failing" if self.kind in ("exploding", "drifting") else "healthy"
 
     def make(self, rng: Random) -> Course:
-        """The course of a run from its generator."""
+        """Generate one run."""
         return _KINDS[self.kind](rng, **self.given)
 
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """What became of the runs of a family; leads count to a largest |score| of 512."""
+    """Results for the runs of one family; a lead is the steps from the warning to a largest |score| of 512."""
 
     family: str
     truth: Truth
     tuned: bool
     runs: int
     warned: int = 0
-    """failing: runs that were warned about before 512; healthy: runs with a warning"""
+    """failing: runs with a warning before 512; healthy: runs with any warning"""
     as_rounding: int = 0
-    """of these runs, as rounding"""
+    """those of these runs whose warning gave the cause rounding"""
     median_lead: float | None = None
     least_lead: float | None = None
     false_heads: int = 0
-    """heads warned about that do not fail"""
+    """heads with a warning that do not fail"""
 
 
 def play(
     course: Course, until: int | None = None, stride: int = 1, close_steps: int = AgentConfig.close_watch_steps
 ) -> Iterator[tuple[Detectors, list[Verdict]]]:
-    """Feed a run to fresh detectors, sample by sample. close_steps: every step is sampled so long after a warning or an
-    undecided drift."""
+    """Feed a run to new detectors, and yield them with their verdicts after each sample.
+
+    close_steps: steps after a warning or an undecided drift in which every step is sampled.
+    """
     count = course.offset.shape[1]
     detectors = Detectors([(index // _HEADS_OF_A_LAYER, index % _HEADS_OF_A_LAYER) for index in range(count)])
     zeros, plain, before, close_until = np.zeros(count), np.zeros(count, dtype=np.int32), course.since, -1
@@ -121,9 +124,9 @@ def play(
 
 
 def score_family(family: Family, first_seed: int = SCORING_SEED, runs: int | None = None) -> Row:
-    """Play the runs of a family, those with the seeds from `first_seed` on.
+    """Score `runs` runs of a family, with seeds from `first_seed`.
 
-    Of a failing run head 0 fails, and the run ends 3,500 steps after its score of 512.
+    In a failing run, head 0 fails, and the run ends 3,500 steps after the score of head 0 reaches 512.
     """
     row = Row(family=family.name, truth=family.truth, tuned=family.tuned, runs=runs or family.runs)
     failing, leads = family.truth == "failing", list[int]()
@@ -163,7 +166,7 @@ _RATES: Final[dict[str, Callable[[Floats, float], Any]]] = {
     "long warm-up": lambda at, end: np.minimum(at / 10_000.0, 1.0),
     "restart": lambda at, end: 1.0 + np.clip((at - 8000) / 3000.0, 0.0, 1.0),
 }
-"""What follows a warm-up of 500 steps to 1e-3, as a share of it."""
+"""Learning rate as a fraction of 1e-3, in addition to a linear warm-up over 500 steps."""
 
 
 def _blank(
@@ -174,7 +177,7 @@ def _blank(
     push: float = 0.0,
     rate: str = "constant",
 ) -> Course:
-    """Heads that do nothing but tremble, with a push away from zero of every head."""
+    """Generate heads with noise but without drift; `push` is the mean delta bias of every head in a block."""
     count, since = len(steps), int(2 * steps[0] - steps[1])
     every = np.diff(steps, prepend=since).clip(1)[:, None] / 100  # in blocks
     offset = rng.uniform(0.0, 2.0, heads) + 0.15 * rng.standard_normal((count, heads))
@@ -188,7 +191,7 @@ def _blank(
 
 
 def _scored(rng: Random, course: Course, base: Floats | float = _BASE) -> Course:
-    """The same with the largest scores that follow from its offsets."""
+    """Return the run with largest scores computed from its offsets."""
     tremble = 4.0 * np.abs(rng.standard_normal(course.offset.shape))
     return replace(course, score=base + np.abs(course.offset) + tremble)
 
@@ -198,7 +201,7 @@ _COURSES: Final[dict[str, Callable[[Floats, float], Floats]]] = {
     "line": lambda age, each: each * age,
     "square": lambda age, reached: 512 * (age / reached) ** 2,
 }
-"""The offset of a head that fails, by the steps since it began."""
+"""Offset of a failing head as a function of the steps since its onset."""
 
 
 def _drifting(
@@ -215,8 +218,10 @@ def _drifting(
     returns: bool = False,
     change: Sequence[Any] = (),
 ) -> Course:
-    """Head 0 drifts from `onset` on, and is pushed from then on; `change` does the rest. returns: the run goes back by
-    500 steps after every 1,500, again and again."""
+    """Generate a run whose head 0 drifts, with a push, from step `onset`; `change` names a modification from _CHANGES.
+
+    before: push of head 0 before `onset`. returns: the run repeatedly goes back 500 steps after every 1,500.
+    """
     at = np.arange(every, last + 1, every)
     if returns:
         begins = range(0, last - 500, 1000)
@@ -246,7 +251,7 @@ def _unknown(run: Course, rng: Random) -> Course:
 
 
 def _alike(run: Course, rng: Random) -> Course:
-    """Every head of the layer as head 0, to the bit."""
+    """Copy head 0 to every head, bit for bit."""
     offset, score, bias = (np.repeat(each[:, :1], each.shape[1], axis=1) for each in (run.offset, run.score, run.bias))
     return replace(run, offset=offset, score=score, bias=bias)
 
@@ -258,12 +263,14 @@ _CHANGES: Final[dict[str, Callable[..., Course]]] = {
     "unknown": _unknown,
     "alike": _alike,
 }
-"""What else happens to a run whose head 0 drifts."""
+"""Modifications of a run whose head 0 drifts."""
 
 
 def _exploding(rng: Random, begin: int, set_back: bool = False) -> Course:
-    """The largest score doubles each 100 steps from where the agent begins, or after a return by 500 steps; the offset
-    does not move."""
+    """Generate a run whose largest score doubles every 100 steps with a constant offset.
+
+    Growth starts when the agent starts at step `begin`, or with `set_back` 100 steps after the run went back by 500.
+    """
     after = np.arange(10, 6001, 10)
     at = np.concatenate([np.arange(10, 10_001, 10), 9500 + after]) if set_back else begin + after
     run = _blank(rng, at, heads=16)
@@ -285,7 +292,7 @@ def _settling(
     since: int = 0,
     **given: float,
 ) -> Course:
-    """All heads follow a course that does no harm, under a push that does nothing."""
+    """Generate a healthy run: all offsets follow a harmless `shape`, and `push` does not change them."""
     at = since + np.arange(every, steps + 1, every)
     run = _blank(rng, at, heads=heads, push=push, rate=rate)
     course = _SHAPES[shape](rng, at[:, None].astype(np.float64), heads, **given)
@@ -299,7 +306,7 @@ def _plateau(rng: Random, at: Floats, heads: int) -> Floats:
 
 
 def _rising(rng: Random, at: Floats, heads: int) -> Floats:
-    """From a few nats to 15 to 40 within 300 to 2,000 steps, begun early, and no further."""
+    """Rise early from a few nats to 15 to 40 within 300 to 2,000 steps, then stay there."""
     low, high = rng.uniform(1, 6, heads), rng.uniform(15, 40, heads)
     length = np.exp(rng.uniform(math.log(300), math.log(2000), heads))
     gone = (at - rng.uniform(300, 5000, heads)) / length
@@ -332,8 +339,10 @@ def _bursts(rng: Random, at: Floats, heads: int) -> Floats:
 
 
 def _wandering(rng: Random, at: Floats, heads: int, least: float, most: float, shortest: float) -> Floats:
-    """Offsets of 5 to 50 nats that wander by so many over `shortest` to 8,000 steps, as an Ornstein-Uhlenbeck process
-    does."""
+    """Vary around 5 to 50 nats as an Ornstein-Uhlenbeck process.
+
+    Its standard deviation is `least` to `most` nats, its time constant `shortest` to 8,000 steps.
+    """
     tau = np.exp(rng.uniform(math.log(shortest), math.log(8000), heads))
     level, deviation = rng.uniform(5, 50, heads), rng.uniform(least, most, heads)
     decay, now = np.exp(-(at[1] - at[0]) / tau), deviation * rng.standard_normal(heads)
@@ -345,7 +354,7 @@ def _wandering(rng: Random, at: Floats, heads: int, least: float, most: float, s
 
 
 def _changed(rng: Random, at: Floats, heads: int) -> Floats:
-    """Half-way the data or the context changes: every head goes to another level within some hundred steps."""
+    """Move every head to another level within a few hundred steps half-way, as a change of data or context does."""
     half = at[len(at) // 2]
     moved = 1 - np.exp(-np.maximum(at - half, 0) / rng.uniform(200, 1000, heads))
     return np.asarray(_plateau(rng, at, heads) + moved * rng.normal(0, 4, heads))
@@ -366,11 +375,11 @@ _SHAPES: Final[dict[str, Callable[..., Any]]] = {
     "wander": _wandering,
     "changed": _changed,
 }
-"""Offsets [T, N] of so many heads at some steps [T, 1]."""
+"""Functions that return the offsets [T, N] of N heads at the steps [T, 1]."""
 
 
 def _sharpening(rng: Random, peak: float) -> Course:
-    """Scores spread to less than 512 and stay there; no offset moves."""
+    """Generate a run whose scores spread to at most about `peak` and stay there, while offsets do not move."""
     at = np.arange(100, 20_001, 100)
     run = _blank(rng, at, heads=144)
     tau = np.exp(rng.uniform(math.log(300), math.log(4000), 144))
@@ -398,9 +407,9 @@ FAMILIES: Final = tuple(_read_families(Path(__file__).with_suffix(".toml").read_
 
 
 def supported_by_noise(heads: int, runs: int, blocks: int = 1000, first_seed: int = SCORING_SEED) -> Row:
-    """Runs of pure noise whose delta bias supports a drift at any block, where every head drifts in a random direction.
+    """Count runs of pure noise in which the delta bias of any head supports its drift at any block.
 
-    The drift is slow enough to end in no warning by its scores.
+    Every head drifts in a random direction, too slowly for a warning based on scores.
     """
     hits = 0
     for seed in range(first_seed, first_seed + runs):
@@ -414,7 +423,7 @@ def supported_by_noise(heads: int, runs: int, blocks: int = 1000, first_seed: in
 
 
 def score_synthetic(families: Sequence[Family] = FAMILIES, runs: int | None = None) -> Iterator[Row]:
-    """Score every family, then noise. runs: of a family, at most."""
+    """Score every family, then noise; `runs` is the largest number of runs per family."""
     for family in families:
         yield score_family(family, runs=runs and min(runs, family.runs))
     yield supported_by_noise(144, runs or 200)
