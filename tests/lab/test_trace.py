@@ -43,7 +43,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "without a start": (lambda path: write(path, [{"foreshock_trace": 1}]), "not recorded from the start"),
     "with an unknown event": (
         lambda path: write(path, [{"foreshock_trace": 1}, {"kind": "x"}]),
-        "an event that is none",
+        "is not a valid event",
     ),
     "without a sample, but with what older recorders measured of weights": (
         lambda path: write(path, [*begun(), {"kind": "probe", "step": 5, "stable_rank": [9.5]}]),
@@ -51,7 +51,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "with a slot too long": (
         lambda path: write(path, [*begun(), {"kind": "sample", "step": 5, "since_step": 0, "slots": {"rows": [1, 2]}}]),
-        "line 3: ValueError slot rows speaks of 2 heads in a trace of 1",
+        "line 3: ValueError slot rows has values for 2 heads in a trace of 1",
     ),
     "with losses that lack a gradient norm": (
         lambda path: write(path, [*begun(), {"kind": "steps", "since_step": 0, "loss": [1.0, 2.0], "grad_norm": [1]}]),
@@ -64,7 +64,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "that holds a list": (lambda path: write(path, [[1, 2]]), "holds no lines"),
     "with a field missing": (
         lambda path: write(path, [*begun(), {"kind": "sample", "since_step": 0}]),
-        "line 3 holds an event that is none: Field required",
+        "line 3 is not a valid event: Field required",
     ),
 }
 
@@ -84,7 +84,7 @@ def test_steps_that_go_backwards_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="goes backwards in its samples; give a trace of one run without restarts"):
             read_trace(write(tmp_path / "back.jsonl.gz", [header, start, *lines]))
     backwards = second | {"since_step": second["step"] + 100}
-    with pytest.raises(ValueError, match=r"line 4 holds an event[\s\S]* since_step 300 is after step 200"):
+    with pytest.raises(ValueError, match=r"line 4 is not a valid event[\s\S]* since_step 300 is after step 200"):
         read_trace(write(tmp_path / "inside.jsonl.gz", [header, start, first, backwards]))
 
 

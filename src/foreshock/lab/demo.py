@@ -1,8 +1,8 @@
-"""`foreshock demo --train`: one natural failure, live, beside the same run rescued and the same without its cause.
+"""`foreshock demo --train`: train a natural failure live, next to the same run with mitigation and without the cause.
 
-Nothing is scripted or injected: the drift comes from the rounding of attention in bf16, the warning from the shipped
-detectors with their shipped settings, the switch from the agent's own policy. Each training is a process of its own;
-the live page shows them side by side.
+The failure is not scripted or injected: the drift comes from the rounding of attention in bf16, the warning from the
+detectors with their default settings, the switch from the agent's policy. Each training runs in its own process; the
+live page shows them next to each other.
 """
 
 import logging
@@ -23,7 +23,7 @@ from foreshock.lab.training.run import Training, train
 from foreshock.lab.training.variant import VARIANTS, Variant
 
 SECONDS: Final = 300.0
-"""Most that the training takes; a slow machine then shows fewer steps instead of a longer demo."""
+"""Longest training time: a slow machine trains fewer steps, so that the demo does not take longer."""
 RECIPE: Final = find_recipe("key-bias-small")
 SEED: Final = 8
 SHOWN: Final = {
@@ -31,15 +31,15 @@ SHOWN: Final = {
     "rescued": VARIANTS["paper-rescued"],
     "no-key-bias": VARIANTS["paper-no-key-bias"],
 }
-"""The variants by the names of their runs."""
+"""Variants by the last part of their runs' names."""
 
 
 def main(
     console: Console, *, seed: int | None = None, port: int = 8765, recipe: Recipe = RECIPE, seconds: float = SECONDS
 ) -> None:
-    """Train all variants on the processor, each for `seconds`.
+    """Train all variants on the CPU at the same time, each for at most `seconds`.
 
-    Raises OSError when the service does not start, and when a training fails.
+    Raises OSError if the service does not start or a training fails.
     """
     seed, stamp = SEED if seed is None else seed, time.strftime("%H%M%S")
     runs = {f"demo-{stamp}-{name}": replace(variant, name=name) for name, variant in SHOWN.items()}
@@ -56,7 +56,7 @@ def main(
             f"{recipe.sample_every_steps} steps, instead of a sample of rows.",
             highlight=False,
         )
-        context = get_context("spawn")  # a forked torch may hang on its thread pool
+        context = get_context("spawn")  # after a fork, PyTorch may hang in its thread pool
         workers = {
             run: context.Process(target=_train, args=(recipe, variant, seed, run, url, seconds), daemon=True)
             for run, variant in runs.items()
@@ -71,7 +71,7 @@ def main(
 
 
 def _train(recipe: Recipe, variant: Variant, seed: int, run: str, url: str, seconds: float) -> None:
-    """One training, in a process of its own, which says which it is of what its agent logs."""
+    """Run one training in its own process; its log lines begin with the name of its variant."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     logging.basicConfig(format=f"{variant.name}: %(message)s")

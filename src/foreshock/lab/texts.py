@@ -1,7 +1,8 @@
-"""The texts that the laboratory trains on: bytes that every Python carries, and byte pairs of source files.
+"""The datasets of the laboratory: bytes of Python's standard library, and byte-pair tokens of source files.
 
-Byte pairs are made once and kept in a file. The same files give the same tokens on every machine, wherever they are;
-each run has their hash among its labels. Machines with other packages train on another text, or are given the file.
+Byte-pair tokens are computed once and stored in a file. The same source files give the same tokens on every machine,
+wherever the files are, and the labels of each run contain the hash of the tokens. A machine with other packages gives
+another dataset, unless the token file is copied to it.
 """
 
 import hashlib
@@ -21,19 +22,19 @@ from torch import Tensor
 from foreshock.lab.recording.whole_file import whole_file
 
 PACKAGES: Final = ("torch", "transformers", "sympy", "numpy", "matplotlib", "networkx")
-"""What byte pairs are made from besides the standard library."""
+"""Packages whose source is tokenized in addition to the standard library."""
 CHARACTERS: Final = 1_000_000_000
-"""Of a text, at most; three to four of them make a token."""
+"""Most characters of a dataset; a token has three to four on average."""
 VOCABULARIES: Final = {"byte-pairs": 8192, "folders": 50_257}
-"""Tokens of each text that is made; GPT-2 has as many as the larger one."""
+"""Vocabulary size of each tokenized dataset; the larger one is that of GPT-2."""
 _SOURCE: Final = (
     *(".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh", ".c", ".cc", ".cpp", ".cu"),
     *(".inl", ".pyx", ".pxd", ".js", ".go", ".rs", ".java", ".pl"),
 )
 _LENGTHS: Final = range(400, 400_001)
-"""Characters of a file: shorter ones say little, longer ones are tables."""
+"""Accepted file lengths in characters: shorter files have little content, longer ones are mostly tables."""
 _TRAINING_SHARE: Final = 8
-"""One file in this many trains the byte pairs."""
+"""The tokenizer is trained on one of this many files."""
 _LEFT_OUT: Final = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "idle_test", "lib2to3"}
 
 
@@ -45,16 +46,16 @@ class Corpus:
     """uint8, int16 or int32 [N]"""
     sha256: str
     source: str
-    """what it is, in words"""
+    """description in words"""
 
     def windows(self, size: int, length: int, generator: torch.Generator) -> Tensor:
-        """`size` windows of `length` tokens and the one that follows, drawn uniformly: [size, length + 1]."""
+        """Draw `size` windows of `length` tokens and the next token, uniformly: [size, length + 1]."""
         starts = torch.randint(len(self.tokens) - length, (size,), generator=generator)
         return self.tokens[starts[:, None] + torch.arange(length + 1)]
 
 
 def standard_library() -> Corpus:
-    """Every module of the standard library but its tests, as bytes, by their relative paths."""
+    """Return the bytes of all modules of the standard library except its tests, sorted by relative path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = ((path.relative_to(root), path) for path in root.rglob("*.py"))
     paths = {inside.as_posix(): path for inside, path in found if not _LEFT_OUT & set(inside.parts)}
@@ -64,13 +65,13 @@ def standard_library() -> Corpus:
 
 
 def text_file(name: str) -> Path:
-    """Where a text is: in FORESHOCK_TEXTS, or under the user's cache."""
+    """Return the path of a dataset: in the folder FORESHOCK_TEXTS, by default in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("FORESHOCK_TEXTS") or Path(cache, "foreshock", "texts"), f"{name}.tokens")
 
 
 def read_text(name: str) -> Corpus:
-    """A text that was made: a line that says of what, and the tokens. Raises FileNotFoundError where none was made."""
+    """Read a token file: a line that describes the source, then tokens. Raises FileNotFoundError if it is missing."""
     try:
         head, _, data = text_file(name).read_bytes().partition(b"\n")
     except FileNotFoundError:
@@ -78,21 +79,21 @@ def read_text(name: str) -> Corpus:
         raise FileNotFoundError(
             f"there is no text at {text_file(name)}; make it with `{command}`, which takes minutes"
         ) from None
-    kind = np.int16 if VOCABULARIES[name] < 2**15 else np.int32  # torch indexes both
+    kind = np.int16 if VOCABULARIES[name] < 2**15 else np.int32  # PyTorch cannot index with uint16
     tokens = torch.from_numpy(np.frombuffer(data, dtype="<u2").astype(kind))
     return Corpus(tokens, hashlib.sha256(data).hexdigest(), f"byte pairs of {head.decode()}")
 
 
 def installed(packages: Sequence[str] = PACKAGES) -> list[Path]:
-    """The folders of the standard library and of packages. Raises ModuleNotFoundError for one that is not installed."""
+    """Return the folders of the standard library and of packages. Raises ModuleNotFoundError for a missing package."""
     files = [str(importlib.import_module(package).__file__) for package in packages]
     return [Path(sysconfig.get_paths()["stdlib"]), *(Path(file).parent for file in files)]
 
 
 def make_text(name: str, folders: Sequence[Path], characters: int = CHARACTERS) -> Corpus:
-    """Make a text of the source files below `folders`, at most `characters` long, and keep it in its file.
+    """Tokenize the source files below `folders`, at most `characters` in total, and store the tokens.
 
-    Raises FileNotFoundError for a folder that is not there, ValueError where there are too few files.
+    Raises FileNotFoundError for a missing folder, ValueError if there are too few files.
     """
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise FileNotFoundError(f"{missing[0]} is not a folder; give --folder one that is there")
@@ -116,9 +117,9 @@ def make_text(name: str, folders: Sequence[Path], characters: int = CHARACTERS) 
 
 
 def _texts_of(named: Mapping[Any, Path], most: int) -> Iterator[str]:
-    """The text of each file of a usual length, the same content once, until there are `most` characters.
+    """Yield the distinct texts of files with an accepted length, at most `most` characters in total.
 
-    The order is shuffled by a fixed seed, by names that do not know where the files lie.
+    The order is shuffled with a fixed seed and depends only on relative paths, not on where the folders are.
     """
     paths = [named[name] for name in sorted(named)]
     random.Random(0).shuffle(paths)  # noqa: S311
@@ -140,7 +141,7 @@ def _texts_of(named: Mapping[Any, Path], most: int) -> Iterator[str]:
 
 
 def _encoded(vocabulary: int, texts: Sequence[str]) -> bytes:
-    """The tokens of the texts, little-endian uint16, by byte pairs that some of them give."""
+    """Return the tokens of the texts as little-endian uint16, by a tokenizer trained on some of the texts."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -148,7 +149,7 @@ def _encoded(vocabulary: int, texts: Sequence[str]) -> bytes:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts[::_TRAINING_SHARE], trainer)
-    batches = (texts[start : start + 4096] for start in range(0, len(texts), 4096))  # all at once take much memory
+    batches = (texts[start : start + 4096] for start in range(0, len(texts), 4096))  # batches limit memory
     tokens = [np.asarray(one.ids, dtype="<u2") for batch in batches for one in tokenizer.encode_batch_fast(batch)]
     data: bytes = np.concatenate(tokens).tobytes()
     return data

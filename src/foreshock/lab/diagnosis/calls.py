@@ -1,5 +1,7 @@
-"""Attention calls of a model that runs once, whatever computes them: what their tensors say of each head, and the place
-of the first value that is not finite."""
+"""Capture the attention calls of one forward and backward pass, for any implementation of attention.
+
+The captured tensors give measurements of each head, and the location of the first non-finite value.
+"""
 
 import math
 from collections.abc import Iterable
@@ -30,51 +32,52 @@ from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE, WatchedLa
 from foreshock.monitor.model.discovery import listed
 
 _ROWS: Final = 256
-"""Rows of each head that are computed again in a call; all where there are no more."""
+"""Most rows of each head for which a call is computed again."""
 _COUNTED: Final = {"offset": "head.score_offset", "ties": "head.tied_rows_one", "entropy": "head.entropy"}
 _ONE_SIGN: Final = 0.75
-"""Least mean over RMS of what the scores of a row share. Drifting heads had 0.70 to 0.97, heads that a learning rate
-blew up 0.17 to 0.81, those with the other sign of offset; healthy heads with a large RMS have 0.1."""
+"""Least ratio of mean to RMS, over the rows, of the mean score of a row. Drifting heads had 0.70 to 0.97, heads that
+failed by a too high learning rate 0.17 to 0.81, those with the other sign of offset; healthy heads with a large RMS
+have 0.1."""
 
 
 @dataclass(slots=True)
 class AttentionCall:
-    """One call of one layer's attention. `layer`: number of the watched module, from 0 in the model's own order."""
+    """One call of one layer's attention. `layer`: index of the watched module, from 0 in the order of the model."""
 
     layer: int
     name: str
     given: Call
-    """the tensors as the model gave them"""
+    """the tensors as passed by the model"""
     spec: AttentionSpec
     score_mod: ScoreMod | None
 
     def batched(self) -> Call:
-        """The call as [B, H, S, D], its operands in the type that they were multiplied in."""
+        """Return the call as [B, H, S, D], with operands in the type in which they were multiplied."""
         mask = self.given.mask
-        if mask is not None and mask.is_floating_point():  # a mask is a mask whatever number it was written with
+        if mask is not None and mask.is_floating_point():  # large negative numbers mask as -inf does
             mask = mask.detach().masked_fill(mask <= BLIND, -math.inf)
         return self.given._replace(mask=mask).batched().rounded(self.spec.numerics)
 
 
 class Capture(ExitStack):
-    """In a with block, every call of attention of a model that `foreshock.monitor.attach` watches, in order."""
+    """In a with block, record every attention call of a model watched by `foreshock.monitor.attach`, in order."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.calls: list[AttentionCall] = []
         self._forward: str | None = None
-        """the first module or call that gave or was given values that are not finite, in words"""
+        """description of the first module or call with non-finite inputs or outputs"""
         self._backward: str | None = None
-        """the first gradient that is not finite, in words"""
+        """description of the first non-finite gradient"""
         self._harmed = False
-        """Whether a call or a gradient was: a module may give infinities that harm nothing, as masks are."""
+        """whether an attention call or a gradient was not finite; infinite outputs of other modules do not count"""
         self._model = model
         modules = [vars(module) for module in model.modules()]
         watched = [each[LAYER_ATTRIBUTE] for each in modules if LAYER_ATTRIBUTE in each]
         self.layers: dict[int, WatchedLayer] = dict(enumerate(watched))
 
     def broken(self, *, finite: bool) -> str | None:
-        """Where a value was the first that is not finite; `finite`: the loss is."""
+        """Describe where the first non-finite value was; None if there was none. finite: whether the loss is finite."""
         if finite and not self._harmed:
             return None
         return self._forward or self._backward or "first in the forward, in the loss"
@@ -82,7 +85,7 @@ class Capture(ExitStack):
     def __enter__(self) -> "Capture":
         for number, layer in self.layers.items():
             kept, ours = partial(self._kept, number, layer), partial(self._ours, number, layer, layer.attend)
-            vars(layer).update(probed=kept, attend=ours)  # as its own attention and as our kernels compute
+            vars(layer).update(probed=kept, attend=ours)  # for native attention and for foreshock's kernels
             for method in ("probed", "attend"):
                 self.callback(vars(layer).pop, method)
         for name, module in self._model.named_modules():
@@ -95,7 +98,7 @@ class Capture(ExitStack):
         return self
 
     def _kept(self, number: int, layer: WatchedLayer, out: Tensor, *operands: Tensor, **options: Any) -> Tensor:
-        layer.head_dim = operands[0].shape[-1]  # as its own method notes, in whose place this is
+        layer.head_dim = operands[0].shape[-1]  # as in WatchedLayer.probed, which this method replaces
         self._take(number, layer, (out, *operands), **options)
         return out
 
@@ -151,7 +154,7 @@ class Capture(ExitStack):
 
 
 def heads_of(x: Tensor) -> str:
-    """Which heads of [..., H, S, D] have values that are not finite, in words."""
+    """Describe which heads of [..., H, S, D] have non-finite values."""
     by_head = (~x.isfinite()).movedim(-3, 0).flatten(1).any(1) if x.dim() > 2 else x.isnan().any().view(1)
     bad = [str(head) for head in by_head.nonzero().flatten().tolist()]
     if len(bad) == len(by_head):
@@ -160,24 +163,26 @@ def heads_of(x: Tensor) -> str:
 
 
 def finite(tensors: Iterable[Any]) -> bool:
-    """Whether every tensor of floating point among `tensors` has finite values alone."""
+    """Whether all values of the floating-point tensors among `tensors` are finite."""
     floats = (x for x in tensors if isinstance(x, Tensor) and x.is_floating_point())
     return all(bool(torch.isfinite(x.detach()).all()) for x in floats)
 
 
 class Measured:
-    """Quantities of the heads of one layer, over all its calls: the agent's, and those that compare the
-    same rows with float64."""
+    """Measurements of the heads of one layer, over all its calls.
+
+    They are the agent's metrics, and comparisons of the same rows with float64.
+    """
 
     def __init__(self, call: AttentionCall) -> None:
         given = call.given.batched()
         self._state = new_state(given.query.shape[1], given.query.device)
         self._sums = torch.zeros(5, len(self._state), dtype=torch.float64, device=given.query.device)
-        """rows, what all scores of a row share, its square, and squares of the output's error and size"""
+        """sums over rows [5, H]: rows, mean score of a row, its square, squared error and squared size of the output"""
 
     @torch.no_grad()
     def add(self, call: AttentionCall) -> None:
-        """Count a call."""
+        """Add the measurements of one call."""
         with torch.autocast(call.given.query.device.type, enabled=False):
             given, spec = call.batched(), replace(call.spec, numerics="float64")
             tick = torch.zeros(1, dtype=torch.int64, device=given.query.device)
@@ -192,12 +197,12 @@ class Measured:
                 common = shown.sum(-1) / seen.sum(-1).clamp_min(1)
                 squares = ((out - truth).square().sum(-1), truth.square().sum(-1))
                 columns = torch.stack([torch.ones_like(common), common, common.square(), *squares])
-                if spec.dropout_p > 0:  # only the kernel knows what it dropped
+                if spec.dropout_p > 0:  # the dropout mask of the kernel is unknown
                     columns[3:] = math.nan
                 self._sums += columns.masked_fill(~good, 0.0).sum((1, 3))
 
     def cells(self) -> list[dict[str, float]]:
-        """What is known of each head, by name."""
+        """Return the measurements of each head by name, without those that are not finite."""
         words = self._state.cpu().numpy()
         found = {cell: read(key, words).tolist() for cell, key in _COUNTED.items()}
         count, common, squared, off, size = self._sums.cpu()
@@ -218,7 +223,7 @@ class Measured:
 
 @torch.no_grad()
 def _broken_part(call: AttentionCall) -> str:
-    """What of a call is not finite, where and why, in words."""
+    """Describe which tensor of a call is not finite, in which layer and heads, and the likely reason."""
     where = f"layer {call.layer} ({call.name})"
     for name, tensor in (("queries", call.given.query), ("keys", call.given.key), ("values", call.given.value)):
         if not finite([tensor]):

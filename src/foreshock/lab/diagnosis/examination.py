@@ -1,4 +1,4 @@
-"""Models and recorded runs as a diagnosis reads them: quantities of each head, and what else is wrong."""
+"""Prepare models and recorded runs for a diagnosis: measurements of each head, and other defects found."""
 
 import logging
 import math
@@ -22,13 +22,13 @@ from foreshock.monitor import Agent, attach
 from foreshock.monitor.model.discovery import listed
 
 _RECORDED: Final = {"offset": "head.score_offset", "largest": "head.row_max_abs", "ties": "head.tied_rows_one"}
-"""What a recording says of a head: metrics of the catalogue by the names of cells."""
+"""Measurements read from a recording: names of cells, and metrics of the catalogue."""
 _LAST_POINTS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """One head of one source. `cells`: quantities by name, those that are known; `warned`: first step, and cause."""
+    """One head of one source. cells: known measurements by name; warned: step of the first verdict, and last cause."""
 
     source: str
     layer: int
@@ -54,26 +54,26 @@ class Source:
     name: str
     heads: list[Head] = field(default_factory=list)
     bad_weights: list[str] | None = None
-    """Names of the parameters with values that are not finite; None for a recording."""
+    """Names of the parameters with non-finite values; None for a recording."""
     broken: str | None = None
-    """Where a value was the first that is not finite, in words."""
+    """Description of where the first non-finite value was."""
     exact: bool = False
     """Whether its attention ran in float32 or wider."""
     notes: list[str] = field(default_factory=list)
-    """What was left out, and what a person should know of the weights."""
+    """Remarks for the user, such as layers that were not measured and why."""
 
 
 def of_factory(path: str, state: str | None, batches: int) -> Source:
-    """What `module:factory` makes, run in eval mode: a model, and a function that gives the loss of its next batch.
+    """Examine the model that `module:factory` returns together with a function for the loss of its next batch.
 
-    The function gets `state`, if there is one, and loads the weights. Raises ValueError when the path names no such
-    function, or when it fails.
+    The model runs in eval mode. If `state` is given, it is passed to the factory, which loads the weights from it.
+    Raises ValueError if the path does not name such a function, or if the function fails.
     """
     made = made_by(path, *([] if state is None else [state]))
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
         raise ValueError(f"{path} is no function that returns (model, loss), loss() being the loss of the next batch")
     model, loss = made
-    model.eval()  # dropped weights cannot be taken apart
+    model.eval()  # with dropout, the error of the output cannot be computed
     said, logger = MemoryHandler(10_000, flushLevel=sys.maxsize), logging.getLogger("foreshock")
     logger.addHandler(said)
     try:
@@ -82,13 +82,15 @@ def of_factory(path: str, state: str | None, batches: int) -> Source:
     finally:
         logger.removeHandler(said)
     lines = [record.getMessage().removeprefix("foreshock: ") for record in said.buffer]
-    source.notes += [line for line in lines if "watched" in line]  # the layers that are not
+    source.notes += [line for line in lines if "watched" in line]  # warnings about layers that are not watched
     return source
 
 
 def examine(name: str, model: nn.Module, loss_of_next: Callable[[], Tensor], batches: int, agent: Agent) -> Source:
-    """Run a model that `agent` watches on some batches, forward and backward, without a step of its optimizer. The
-    first batch shows the agent which modules compute attention."""
+    """Run a model watched by `agent` on some batches, forward and backward, without an optimizer step.
+
+    The agent finds the modules that compute attention during the first batch.
+    """
     bad = [weight for weight, values in model.named_parameters() if not bool(values.isfinite().all())]
     source = Source(name, bad_weights=bad)
     found: dict[str, Measured] = {}
@@ -104,7 +106,7 @@ def examine(name: str, model: nn.Module, loss_of_next: Callable[[], Tensor], bat
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"but a {type(loss).__name__}"
                 raise ValueError(f"loss() gave no tensor of one number with its graph, {what}")
-            made = list(capture.calls)  # in the backward checkpointing calls attention once more
+            made = list(capture.calls)  # activation checkpointing calls attention again in the backward
             if finite := bool(loss.isfinite()):
                 loss.backward()  # type: ignore[no-untyped-call]
         source.broken = source.broken or capture.broken(finite=finite)
@@ -129,12 +131,15 @@ def examine(name: str, model: nn.Module, loss_of_next: Callable[[], Tensor], bat
 
 
 def of_recording(path: Path) -> Source:
-    """Every head of a recorded run, with what today's detectors say. Raises ValueError for a file that is no trace."""
+    """Read the heads of a recorded run, with the verdicts of the current detectors.
+
+    Raises ValueError for a file that is not a trace.
+    """
     trace = read_trace(path)
     counted = [words for sample in trace.samples if (words := sample.words()) is not None]
     found = {cell: np.array([read_metric(key, words) for words in counted]) for cell, key in _RECORDED.items()}
     warned: dict[tuple[int | None, int | None], tuple[int, str]] = {}
-    for verdict in verdicts(trace):  # a later one may correct the cause
+    for verdict in verdicts(trace):  # a later verdict may correct the cause
         place = verdict.layer, verdict.head
         warned[place] = warned.get(place, (verdict.step, ""))[0], verdict.cause
     source = Source(path.name)

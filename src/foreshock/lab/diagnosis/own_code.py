@@ -1,4 +1,4 @@
-"""Calls what `module:factory` names in a person's own code; a sentence names its errors instead of our traceback."""
+"""Call a function of user code given as `module:factory`, and report its errors as one sentence, not as a traceback."""
 
 import importlib
 import sys
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 _LONGEST: Final = 300
-"""Characters of an error that a sentence has room for."""
+"""Longest error message that is quoted, in characters."""
 
 
 def made_by(path: str, *given: str) -> Any:
-    """What the function that `module:factory` names returns for `given`; the current folder may be imported from.
+    """Call the function `module:factory` with `given` and return its result; modules in the current folder are found.
 
-    Raises ValueError with a sentence where the module lacks the function, or where the function fails.
+    Raises ValueError if the module lacks the function, or if the import or the function fails.
     """
     module_name, _, factory_name = path.partition(":")
     if "" not in sys.path:
@@ -32,7 +32,7 @@ def made_by(path: str, *given: str) -> Any:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """In a with block, an error of a person's own code becomes a ValueError that says what failed, and where."""
+    """In a with block, convert an error of user code to a ValueError that says what failed and at which line."""
     try:
         yield
     except Exception as error:

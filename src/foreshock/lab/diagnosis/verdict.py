@@ -1,8 +1,9 @@
-"""What the rows of a diagnosis mean: a verdict, what else was found, what to do, and the heads in question.
+"""Interpret the measurements of a diagnosis: findings, with advice and the heads concerned.
 
-In the head that fails by rounding all scores of a row move together, with one sign over all rows: the part that
-softmax cannot see, so that no exact gradient asks for it. Scores that only grew apart, as a learning rate that is too
-high makes them, are another failure, which no switch of numerics cures. Findings go by size, not by sign.
+In a head that fails by rounding, all scores of a row move together, with the same sign in all rows. Softmax cannot see
+this common part, so exact gradients do not change it. Scores that only grow apart, for example because of a too high
+learning rate, are another failure, which a switch of numerics does not cure. Findings depend on the size of a shift,
+not on its sign.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,15 +16,15 @@ from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 from foreshock.monitor.model.discovery import listed
 
 _SHIFTED_NATS: Final = 10.0
-"""A head's scores have moved as a whole from here on: three times the level from which detectors look at a drift."""
+"""Smallest shift of all scores of a head that is a finding: three times the level at which detectors see a drift."""
 _LARGE_SCORE: Final = 256.0
-"""As a critical warning: rounding q and k to bf16 can move a score of this size by two nats."""
+"""The level of a critical warning: rounding q and k to bf16 can move a score of this size by two nats."""
 _FAR_NATS: Final = 60.0
-"""Of the published recordings without a warning, only those that began from a failed model have such an offset."""
+"""Among published recordings without a warning, only those that began from a failed model have such an offset."""
 _PEAKED_NATS: Final = 0.25
-"""Attention of a head is nearly one-hot below: some heads of trained models are, half of all heads are not."""
+"""Entropy below which a head is nearly one-hot; in healthy trained models, that is less than half of all heads."""
 _PEAKED_SHARE: Final = 0.1
-"""And below this share of the entropy of attention that is spread evenly: few keys leave little entropy."""
+"""The entropy must also be below this fraction of that of uniform attention, which is small if a row sees few keys."""
 _GROWTH: Final = 1.2
 _SHOWN_HEADS: Final = 4
 _ELSEWHERE: Final = "Look at the learning rate, the data and the optimizer first."
@@ -44,12 +45,12 @@ _BROKEN: Final = {
     "change that makes the gradient finite shows which part is at fault.",
     "": "Look at the learning rate and at what comes before that place; go back further.",
 }
-"""What to do about the first value that is not finite, by what is said of it."""
+"""Advice about the first non-finite value, by a part of its description."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is the matter: `kind` for programs, a sentence or two and advice for people, and the heads to look at."""
+    """One finding: `kind` for programs, `words` and `advice` for people, and the heads to look at."""
 
     kind: str
     words: str
@@ -58,7 +59,7 @@ class Finding:
 
 
 def diagnose(sources: Sequence[Source]) -> list[Finding]:
-    """Judge the last model of `sources`, compared with those before it, and every recording; the gravest first."""
+    """Judge each recording, and the last model of `sources` compared with the earlier ones; the most severe first."""
     models = [source for source in sources if source.bad_weights is not None]
     findings = [each for source in sources if source.bad_weights is None for each in _of_recording(source)]
     findings += _of_models(models) if models else []
@@ -66,7 +67,7 @@ def diagnose(sources: Sequence[Source]) -> list[Finding]:
 
 
 def shown_heads(sources: Sequence[Source], findings: Sequence[Finding]) -> list[Head]:
-    """The heads of the findings in every source, else the one whose scores drifted farthest."""
+    """Return the rows of the findings' heads in every source, or of the head with the largest offset."""
     rows = [head for source in sources for head in source.heads]
     farthest = sorted(rows, key=lambda row: -abs(row.cells.get("offset", 0.0)))[:1]
     heads = [head for each in findings for head in each.heads] or farthest
@@ -86,7 +87,7 @@ def _of_recording(source: Source) -> Iterator[Finding]:
         yield Finding("quiet", f"{source.name}: no head was warned about.", ("Nothing to do: keep watching.",))
     if rounding := [head for _, cause, head in warned if cause == "rounding"]:
         words = f"{source.name}: rounding was warned about, first at step {warned[0][0]}: {_list(rounding)}."
-        # a switch of the warned head alone did not hold (lab/NOTEBOOK.md)
+        # switching only the warned head did not stop the failure (lab/NOTEBOOK.md)
         switch = f"foreshock switch RUN --mode {DEFAULT_MITIGATION} --reason diagnosis; or attach with policy=auto."
         yield Finding("rounding", words, (f"Take the rounding out of all heads: {switch}",), rounding)
     if other := [head for _, cause, head in warned if cause != "rounding"]:
@@ -157,7 +158,7 @@ def _of_models(models: Sequence[Source]) -> list[Finding]:
 
 
 def _of_a_shift(shifted: Sequence[Head], models: Sequence[Source]) -> Finding:
-    """All scores of some heads moved together: by how much in each checkpoint decides what that means."""
+    """Interpret a shift of all scores of some heads, by its size in each checkpoint."""
     worst = shifted[0]
     shift = f"the scores of {_list(shifted)} moved as a whole, by {worst['shift']:+.1f} nats.{_moved(worst)}"
     course = [head for source in models for head in source.heads if head.place == worst.place]
@@ -193,12 +194,12 @@ def _of_a_shift(shifted: Sequence[Head], models: Sequence[Source]) -> Finding:
 
 
 def _apart(head: Head) -> float:
-    """The largest |score| less what all scores share."""
+    """The largest |score| minus the shift that all scores have in common."""
     return head["largest"] - abs(head["shift"])
 
 
 def _moved(head: Head) -> str:
-    """What a score of this size means for attention in 16 bits."""
+    """Return a sentence on how far rounding moves the head's largest score; empty for small scores."""
     size = head["largest"]
     moves = f" Queries and keys rounded to bfloat16 can move a score of {size:.0f} by {size / 128:.0f} nats."
     return moves if size >= _LARGE_SCORE else ""

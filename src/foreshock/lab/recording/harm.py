@@ -1,16 +1,16 @@
-"""When a run is first harmed: the one definition that every lead in this laboratory is measured to.
+"""Definition of the first harm of a run, the step to which the laboratory measures leads.
 
-Loss and gradient norm before clipping are averaged over blocks of 100 steps and compared, block by block, with the
-float32 control of the same recipe and seed, which saw the same batches. The run is harmed from the first step of the
-first three blocks in a row in which its loss is more than 2.5 % above the control's, or its gradient norm is more
-than twice the control's, and in which it does not come back (the median of all later blocks is beyond the limit too)
-or is four times as far out; or from the first step whose loss or gradient norm is not finite. For scale: two
-trainings that differ in nothing but rounding, and that both end well, may differ by 2 % for a thousand steps, in either
-direction, while the loss still falls fast. Blocks after the end of the control are not judged.
+Loss and gradient norm before clipping are averaged over blocks of 100 steps. Each block is compared with the same block
+of the float32 control, which has the same recipe, seed and batches. A block is beyond the limit if its loss is more
+than 2.5 % above the control's, or its gradient norm more than twice the control's. It counts if the median of this and
+all later blocks is beyond the limit too, or if its own excess is more than four times the limit. The first harm is the
+first step of the first three consecutive blocks that count, or the first step with a non-finite loss or gradient norm.
+For scale: while the loss still falls fast, two healthy trainings that differ only in rounding may differ by 2 % for a
+thousand steps, in either direction. Blocks after the end of the control are ignored.
 
-A run that has no control (a failure in float32, say) is compared with its own past instead: with the lowest loss of any
-earlier block, and 5 %, since batches differ; and with the median gradient norm of its earlier blocks, and a factor of
-three. The first `_SETTLE_BLOCKS` blocks give the past and are not judged.
+A run without a control (such as a failure in float32) is compared with its own past. The limits are 5 % above the
+lowest loss of any earlier block, because batches differ, and three times the median gradient norm of earlier blocks;
+every block beyond a limit counts. The first `_SETTLE_BLOCKS` blocks are only used as the past of later ones.
 """
 
 from collections.abc import Callable
@@ -26,14 +26,15 @@ BLOCK_STEPS: Final = 100
 BLOCKS_IN_A_ROW: Final = 3
 _SETTLE_BLOCKS: Final = 5
 _FAR_BEYOND: Final = 4.0
-"""A harm that passes counts from this multiple of the limit on."""
+"""Multiple of the limit from which a temporary excess counts."""
 _AGAINST_CONTROL: Final = (0.025, 1.0)
-"""By which share loss and gradient norm of a block may be above what they are compared with."""
+"""Limits of the relative excess of a block's loss and gradient norm over the control's."""
 _AGAINST_OWN_PAST: Final = (0.05, 2.0)
+"""The same limits relative to the run's own past."""
 
 
 def first_harm(steps: Steps, control: Steps | None = None) -> int | None:
-    """The step of the first harm; None for a run that was not harmed."""
+    """Return the step of the first harm; None for a run without harm."""
     found: list[int] = []
     broken = np.isinf(steps.loss) | np.isinf(steps.grad_norm) | np.isnan(steps.loss) & ~np.isnan(steps.loss).all()
     if broken.any():
@@ -56,7 +57,7 @@ def first_harm(steps: Steps, control: Steps | None = None) -> int | None:
 
 
 def _blocks(steps: Steps) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
-    """Numbers of the blocks that hold values, and mean loss and gradient norm of each; NaN left out."""
+    """Return the numbers of the blocks with steps, and the mean of their finite losses and gradient norms."""
     number = (steps.step - 1) // BLOCK_STEPS
     blocks, place = np.unique(number, return_inverse=True)
 
@@ -71,7 +72,7 @@ def _blocks(steps: Steps) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
 
 
 def _before(values: Floats, of: Callable[[Floats], Any]) -> Floats:
-    """For each block what `of` gives of all blocks before it; NaN for the first blocks, and where nothing is known."""
+    """Apply `of` to all blocks before each block; NaN for the first blocks, and if no earlier value is known."""
     base = np.full(len(values), np.nan)
     for place in range(_SETTLE_BLOCKS, len(values)):
         if not np.isnan(values[:place]).all():
@@ -80,7 +81,7 @@ def _before(values: Floats, of: Callable[[Floats], Any]) -> Floats:
 
 
 def _lasting(excess: Floats, limit: float) -> npt.NDArray[np.bool_]:
-    """The blocks beyond the limit that stay beyond it by the median of the later ones, or that are far beyond."""
+    """Return which blocks are beyond the limit and stay so by the median from then on, or are far beyond it."""
     stays = [bool(each > limit and np.nanmedian(excess[place:]) > limit) for place, each in enumerate(excess)]
     beyond: npt.NDArray[np.bool_] = np.array(stays, dtype=np.bool_) | (excess > _FAR_BEYOND * limit)
     return beyond

@@ -1,6 +1,6 @@
-"""Plays a recorded run through the detectors of today, and into a service, by the messages that a live agent sends.
+"""Replay recorded runs through the current detectors, and optionally send them to a service as a live agent does.
 
-The verdicts are made anew; recorded switches are passed on as history, and no policy acts.
+The replay computes the verdicts again. It passes recorded switches on as history, and does not apply a policy.
 """
 
 import math
@@ -23,7 +23,7 @@ _EVENTS_OF_A_BATCH = 64
 
 
 def judged(trace: Trace, config: DetectorConfig | None = None) -> Iterator[wire.Event]:
-    """The trace's events with today's risk and today's verdicts in place of the recorded ones, as an agent has them."""
+    """Yield the trace's events with the risk and verdicts of the current detectors in place of the recorded ones."""
     head_dims = {layer.layer: layer.head_dim for layer in trace.started.layers}
     detectors, seen = Detectors(trace.heads, config, head_dims), readings(trace)
     yield trace.started
@@ -39,7 +39,7 @@ def judged(trace: Trace, config: DetectorConfig | None = None) -> Iterator[wire.
 
 
 def verdicts(trace: Trace, config: DetectorConfig | None = None) -> list[wire.Verdict]:
-    """What the detectors say of a recorded run."""
+    """Return the verdicts of the current detectors on a recorded run."""
     return [event for event in judged(trace, config) if isinstance(event, wire.Verdict)]
 
 
@@ -51,10 +51,10 @@ def replay(
     steps_per_second: float | None = None,
     on_event: Callable[[str, wire.Event], None] = lambda run, event: None,
 ) -> None:
-    """Play traces side by side, step by step, each as the run of its name.
+    """Replay traces concurrently, in the order of their steps; the keys of `traces` are the names of the runs.
 
-    Without `url` nothing is sent. steps_per_second: as fast as possible by default. Raises ValueError for a service
-    that is not there or refuses.
+    Events are sent only if `url` is given. steps_per_second: as fast as possible by default. Raises ValueError if the
+    service is unreachable or rejects a batch.
     """
     events = merge(*(zip(repeat(run), judged(trace)) for run, trace in traces.items()), key=lambda each: each[1].step)
     boots = {run: f"{time.time_ns() // 1_000_000:013d}-0-{secrets.token_hex(4)}" for run in traces}
@@ -72,7 +72,7 @@ def replay(
 def _due(
     events: Iterable[tuple[str, wire.Event]], steps_per_second: float, on_event: Callable[[str, wire.Event], None]
 ) -> Iterator[list[tuple[str, wire.Event]]]:
-    """The events in parts, each as soon as its steps have come, with the present time."""
+    """Yield the events in batches when their steps are due, with the current time."""
     part: list[tuple[str, wire.Event]] = []
     began = time.monotonic()
     for run, event in events:

@@ -1,13 +1,12 @@
 """Recorded runs as lines of JSON.
 
-A first line {"foreshock_trace": 1, ...what was run...}, then one line for each of
-- the agent's events as they travel on the wire, each sample with what else the detectors read (`read`), so that a
-  replay says what the agent said. In recordings up to commit 09575e2 a sample names its slots one by one (`slots`),
-  rounded to four digits, and is the merger of several samples; the published ones are of this kind;
-- `steps`: loss and gradient norm of every single step since `since_step`, which the baselines and the definition of
-  harm need;
-- `probe`: what recorders up to commit ba386e0 measured of weights. It is passed over.
-What a trace did not record stays NaN (or None); it never becomes a zero.
+The first line is the header, {"foreshock_trace": 1, ...} with a description of the run. Each other line is one of
+- an event of the agent in the wire format. A sample also has the other values that the detectors read (`read`), so that
+  a replay gives the same verdicts as the agent. In recordings up to commit 09575e2, which include the published ones, a
+  sample line merges several samples and has its slots by name (`slots`), rounded to four digits;
+- `steps`: loss and gradient norm of every step after `since_step`, for the baselines and the definition of harm;
+- `probe`: measurements of weights by recorders up to commit ba386e0, which are ignored.
+Values that a trace did not record are NaN or None, never zero.
 """
 
 import gzip
@@ -31,14 +30,14 @@ from foreshock.monitor.detect.readings import Readings, head_readings
 
 RECORDED: Final = ".jsonl.gz"
 PUBLISHED: Final = ".trace.xz"
-"""How the names of recordings end; the published ones are smaller."""
+"""File extensions of recordings; published ones are compressed by xz, which makes them smaller."""
 _XZ: Final = b"\xfd7zXZ\0"
-"""What every xz file begins with."""
+"""The first bytes of every xz file."""
 _EVENT: TypeAdapter[wire.Event] = TypeAdapter(wire.Event)
 _UNRECORDED: Final = (Slot.SCORE_OFFSET_SUMSQ,)
-"""What merged samples leave out: NaN when read back."""
+"""Slots that merged samples do not record; they are NaN when read."""
 READ: Final = ("suspect_step", "broken_step", "lost_steps", "weights_broken", "parameters", "rounds", "place")
-"""The fields of `Readings` that no event holds. The last came later than the first recordings."""
+"""The fields of `Readings` that are not part of an event. Early recordings lack the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +48,16 @@ class Steps:
     loss: Floats
     grad_norm: Floats
     span: npt.NDArray[np.int64]
-    """steps behind a value: 1, or more where only samples were recorded"""
+    """steps that a value averages over: 1, or more if only samples were recorded"""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A run as it was recorded, in the order of its steps.
+    """A recorded run, in the order of its steps.
 
-    The header's fields that `foreshock lab score` reads: recipe, arm, seed, split ("tuning" or "held-out"), truth
-    ("healthy", "rounding", "score growth" or "other": what the run was made to show) and nature ("natural" or
-    "injected").
+    `foreshock lab score` reads these fields of the header: recipe, arm (the variant), seed, split ("tuning" or
+    "held-out"), truth ("healthy", "rounding", "score growth" or "other": the outcome that the run was designed to
+    show) and nature ("natural" or "injected").
     """
 
     path: Path
@@ -68,16 +67,16 @@ class Trace:
     """samples, verdicts and switches after the start"""
     steps: Steps = field(repr=False)
     read: dict[int, dict[str, Any]] = field(repr=False, default_factory=dict)
-    """the fields READ of samples, by step"""
+    """the fields of READ that samples recorded, by step"""
 
     @property
     def name(self) -> str:
-        """The file's name without its ending."""
+        """The file name without its extension."""
         return self.path.name.removesuffix(RECORDED).removesuffix(PUBLISHED)
 
     @property
     def samples(self) -> list[wire.Sample]:
-        """The samples alone."""
+        """Only the samples."""
         return [event for event in self.events if isinstance(event, wire.Sample)]
 
     @property
@@ -87,12 +86,12 @@ class Trace:
 
     @property
     def rounds(self) -> bool:
-        """Whether attention was computed in a type that rounds."""
+        """Whether attention was computed in a 16-bit type."""
         return self.started.numerics not in ("float32", "float64")
 
 
 def _numbers(values: Any) -> Floats:
-    """What the writer wrote as numbers and names."""
+    """Parse a list of numbers, in which NaN and infinities are written as names."""
     if not isinstance(values, list) or not set(map(type, values)) <= {int, float, str}:
         raise ValueError("expected a list of numbers")
     return np.array(values, dtype=np.float64)
@@ -104,13 +103,13 @@ def _from_slots(named: dict[str, Any], heads: int) -> Words:
     floats[:, list(_UNRECORDED)] = np.nan
     for name, given in named.items():
         slot = Slot.__members__.get(name.upper())
-        if slot is None:  # a newer version's
+        if slot is None:  # written by a newer version
             continue
-        values = named.get(given) if isinstance(given, str) else given  # the same as another slot
-        if values is None:  # ...which is its identity everywhere
+        values = named.get(given) if isinstance(given, str) else given  # a string names a slot with the same values
+        if values is None:  # the other slot has its identity in every head
             continue
         if len(values) != heads:
-            raise ValueError(f"slot {name} speaks of {len(values)} heads in a trace of {heads}")
+            raise ValueError(f"slot {name} has values for {len(values)} heads in a trace of {heads}")
         if slot in COUNT_SLOTS:
             words[:, slot] = values
         else:
@@ -119,7 +118,7 @@ def _from_slots(named: dict[str, Any], heads: int) -> Words:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a recording. Raises ValueError with a sentence for a file that is none, or not whole."""
+    """Return the lines of a recording. Raises ValueError for a file that is not a recording or is incomplete."""
     if not path.exists():
         raise ValueError(f"there is no trace at {path}; the recorded runs are part of the repository, in lab/traces")
     try:
@@ -136,7 +135,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace. Raises ValueError with a sentence for an empty, truncated or foreign file."""
+    """Read a trace. Raises ValueError for a file that is empty, truncated or not a trace."""
     lines = read_lines(path)
     if "foreshock_trace" not in lines[0]:
         raise ValueError(f"{path} is no trace: its first line has the fields {', '.join(sorted(lines[0])[:8])}")
@@ -177,7 +176,7 @@ def _trace(path: Path, lines: list[dict[str, Any]]) -> Trace:
                         read[event.step] = {name: line["read"][name] for name in READ if name in line["read"]}
         except ValidationError as error:
             first = error.errors()[0]
-            raise ValueError(f"{path}, line {number} holds an event that is none: {first['msg']}") from None
+            raise ValueError(f"{path}, line {number} is not a valid event: {first['msg']}") from None
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{path}, line {number}: {type(error).__name__} {error}") from None
     if started is None:
@@ -187,7 +186,7 @@ def _trace(path: Path, lines: list[dict[str, Any]]) -> Trace:
 
 
 def _unpacked(line: dict[str, Any], heads: int) -> dict[str, Any]:
-    """A sample line with its slots packed again as it travels on the wire."""
+    """Return a sample line with its arrays packed as in the wire format; other lines are returned unchanged."""
     if line.get("kind") != "sample":
         return line
     line = {"unix_seconds": 0.0, **line}
@@ -207,7 +206,7 @@ def _single(parts: list[tuple[int, Floats, Floats]]) -> Steps:
 
 
 def _of_samples(samples: list[wire.Sample]) -> Steps:
-    """Where single steps were not recorded: mean loss and gradient norm as the samples hold them."""
+    """Return the mean loss and gradient norm of each sample, for a trace that did not record single steps."""
 
     def known(values: list[float | None]) -> Floats:
         return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
@@ -221,9 +220,9 @@ def _of_samples(samples: list[wire.Sample]) -> Steps:
 
 
 def readings(trace: Trace) -> Iterator[Readings]:
-    """The samples that hold counts as the detectors read them; modes that were not recorded are taken for plain.
+    """Yield the samples with measurements as the detectors read them; modes that were not recorded count as plain.
 
-    Raises ValueError where they are of other heads.
+    Raises ValueError for a sample with another number of heads than the trace.
     """
     heads = len(trace.heads)
     for sample in trace.samples:

@@ -1,4 +1,4 @@
-"""Writes a run as it happens, in the format of foreshock.lab.recording.trace."""
+"""Write a run while it trains, in the format of foreshock.lab.recording.trace."""
 
 import gzip
 import json
@@ -15,20 +15,20 @@ from foreshock.lab.recording.trace import READ
 from foreshock.monitor.detect.readings import Readings
 
 _LEFT_OUT: Final = {"risk", "unix_seconds", "step_seconds", "agent_seconds"}
-"""Of a sample: a replay makes the risk again, and what a clock shows differs from run to run."""
+"""Fields of a sample that are not written: a replay computes the risk again, and times differ between equal runs."""
 _DIGITS_OF_A_STEP: Final = 3
-"""Of a single step's loss; its gradient norm has one fewer. What is read of them are means and z-scores."""
+"""Significant digits of a step's loss; its gradient norm has one fewer. Only means and z-scores use these values."""
 
 
 class TraceWriter:
-    """A sink for an agent's events that writes a trace; use it in a with block.
+    """Writes an agent's events to a trace; use it in a with block.
 
-    Samples are written to the bit, with what the detectors read of them. Give `steps` the loss and gradient norm of
-    every step, which only harm and the baselines read: they are rounded.
+    Samples are written without rounding, with all values that the detectors read. Pass the loss and gradient norm of
+    every step to `steps`: these are rounded, because only the definition of harm and the baselines read them.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], kept_bytes: int = 0) -> None:
-        """`kept_bytes`: the `size` up to which an earlier trace of the same run at `path` is continued."""
+        """kept_bytes: the `size` to which an earlier trace of this run at `path` is truncated before it continues."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
             file.truncate(kept_bytes)
@@ -41,7 +41,7 @@ class TraceWriter:
         return gzip.GzipFile(self._path, "ab", compresslevel=9, mtime=0)
 
     def size(self) -> int:
-        """The bytes that hold all that was written so far, on their own."""
+        """End the current gzip member, and return the size of the file with everything written so far."""
         self._file.close()
         self._file = self._part()
         return self._path.stat().st_size
@@ -50,7 +50,7 @@ class TraceWriter:
         self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     def __call__(self, event: wire.Event, readings: Readings | None = None) -> None:
-        """Write one event; `readings` are what the detectors read of a sample."""
+        """Write one event, and for a sample the values that the detectors read."""
         if isinstance(event, wire.AgentHealth):
             return
         left_out = _LEFT_OUT if isinstance(event, wire.Sample) else None
@@ -60,9 +60,9 @@ class TraceWriter:
         self._write(line)
 
     def steps(self, since_step: int, loss: Sequence[float] | Floats, grad_norm: Sequence[float] | Floats) -> None:
-        """The loss and the gradient norm before clipping of steps since_step + 1, since_step + 2, ...
+        """Write the loss and the gradient norm before clipping of steps since_step + 1, since_step + 2, ...
 
-        What was written until then outlives this process.
+        Flushes, so that the lines written so far survive a crash of this process.
         """
         numbers = {"loss": _rounded(loss, _DIGITS_OF_A_STEP), "grad_norm": _rounded(grad_norm, _DIGITS_OF_A_STEP - 1)}
         self._write({"kind": "steps", "since_step": since_step, **numbers})
@@ -76,7 +76,7 @@ class TraceWriter:
 
 
 def _rounded(values: Sequence[float] | npt.NDArray[Any], digits: int) -> list[float | str]:
-    """Numbers for JSON, with `digits` significant digits; a non-finite one by its name, as on the wire."""
+    """Round numbers for JSON to `digits` significant digits; NaN and infinities become names, as in the wire format."""
     names = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
     texts = (f"{value:.{digits}g}" for value in np.asarray(values, dtype=np.float64).reshape(-1).tolist())
     return [names[text] if text in names else float(text) for text in texts]

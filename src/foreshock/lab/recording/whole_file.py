@@ -1,4 +1,4 @@
-"""A file is whole or not there: what is stopped half-way takes no older file's place."""
+"""Write files atomically: an interrupted write does not replace an older file."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Where to write what becomes `path` at the end of the block, unless that raises."""
+    """In a with block, the temporary path to write to; it is renamed to `path` if the block does not raise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     yield part

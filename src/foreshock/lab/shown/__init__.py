@@ -1,1 +1,1 @@
-"""The recorded runs that `foreshock demo` plays, parts of those in lab/traces, and the sentences about them."""
+"""The recorded runs that `foreshock demo` plays, which are parts of those in lab/traces, and their commentary."""

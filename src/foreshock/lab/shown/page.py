@@ -1,4 +1,4 @@
-"""A live page for as long as something is played or trained on it."""
+"""A temporary service with a live page for a demo."""
 
 import sys
 import tempfile
@@ -14,9 +14,9 @@ from foreshock.server.child import ServiceProcess
 
 @contextmanager
 def own_page(console: Console, port: int, *runs: str) -> Iterator[str]:
-    """In a with block, a service of its own, whose page stays up afterwards until a person presses Enter; its address.
+    """In a with block, run a temporary service and give its address; its page then stays up until Enter is pressed.
 
-    Raises OSError when the service does not start.
+    Raises OSError if the service does not start.
     """
     with (
         tempfile.TemporaryDirectory(prefix="foreshock-") as folder,

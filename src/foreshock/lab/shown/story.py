@@ -1,6 +1,6 @@
-"""The sentences about the recorded runs while they are played: each number is taken from the runs themselves.
+"""Commentary of the recorded runs during a replay; every number is computed from the runs.
 
-Warnings are today's detectors' (lab/recording/replay.py); the switch is the one that happened when the run was made.
+Warnings come from the current detectors (lab/recording/replay.py); the switch is the recorded one.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from foreshock.lab.recording.trace import Trace, read_trace
 from foreshock.monitor.detect.forecast import DANGEROUS_SCORE
 
 LEFT_ALONE, SWITCHED, OF_PYTORCH = NAMES = ("left-alone", "switched", "pytorch-flash")
-"""The first two are twins; the third is on PyTorch's own kernel."""
+"""The first two are equal runs until the second is switched; the third uses PyTorch's native kernel."""
 _STEPS_OF_A_LOSS: Final = 500
-"""A single step's loss is mostly the luck of its batch."""
+"""Steps over which the loss is averaged, because the loss of a single step depends mostly on its batch."""
 
 
 @dataclass(slots=True)
 class Record:
-    """Fill it with an agent's events, in order: step, largest |score| of any head and loss of each sample."""
+    """Step, largest |score| of any head and loss of each sample of a run; pass all events to `add` in order."""
 
     steps: list[int] = field(default_factory=list)
     largest: list[float] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Record:
     switches: list[wire.Switched] = field(default_factory=list)
 
     def add(self, event: wire.Event) -> None:
-        """Take what matters of one event."""
+        """Record the relevant values of one event."""
         if isinstance(event, wire.Verdict) and event.state == "raised":
             self.warnings.append(event)
         elif isinstance(event, wire.Switched) and event.outcome == "applied":
@@ -45,12 +45,12 @@ class Record:
 
 
 def recordings() -> dict[str, Trace]:
-    """The runs by name, in the order in which they are shown."""
+    """Read the runs, by name, in the order in which they are shown."""
     return {name: read_trace(Path(__file__).parent / f"{name}.jsonl.gz") for name in NAMES}
 
 
 def equal_until(one: Trace, other: Trace) -> int:
-    """The last step up to which every recorded loss and largest score of two runs is the same; 0 for none."""
+    """Return the last step up to which all samples of two runs have the same losses and statistics; 0 if none have."""
     last = 0
     for mine, its in zip(one.samples, other.samples, strict=False):
         if (mine.step, mine.loss, mine.states) != (its.step, its.loss, its.states):
@@ -60,7 +60,7 @@ def equal_until(one: Trace, other: Trace) -> int:
 
 
 def opening(traces: dict[str, Trace]) -> Iterator[tuple[str, str]]:
-    """What one is about to see: a sentence or two about each run, and under "" about all."""
+    """Yield the introduction: (run, text) for each run, and ("", text) for all runs."""
     alone, twin, vendor = (traces[name] for name in NAMES)
     model = alone.header["shows"]
     yield (
@@ -93,16 +93,16 @@ def _batches(trace: Trace) -> str:
 
 @dataclass(slots=True)
 class Story:
-    """What happened so far. Fill it with the events of all runs, in the order in which they are played."""
+    """Commentary of all runs; pass their events to `hear` in the order of the replay."""
 
     records: dict[str, Record] = field(default_factory=lambda: {name: Record() for name in NAMES})
     dangerous: dict[str, int] = field(default_factory=dict)
     """The first step at which a run's largest score was `DANGEROUS_SCORE`."""
     _sentence: str = ""
-    """Of the last warning, which twins share."""
+    """The last verdict's sentence, which is the same for both twins."""
 
     def hear(self, run: str, event: wire.Event) -> Iterator[tuple[str, str]]:
-        """What there is to say after an event, and of which run."""
+        """Add an event and yield the comments on it, as (run, text)."""
         record = self.records[run]
         record.add(event)
         if isinstance(event, wire.Verdict) and event.state != "updated":
@@ -116,8 +116,10 @@ class Story:
             yield run, f"its largest score reaches {DANGEROUS_SCORE:.0f}."
 
     def excess(self, step: int) -> float:
-        """How far the loss of the 500 steps up to `step` is above the twin's, as a share of it: over the same steps for
-        both twins, whose samples are of different steps."""
+        """Return by which fraction the loss of the unswitched twin is above that of the switched one.
+
+        Both are means over the 500 steps up to `step`, interpolated because the twins have samples at different steps.
+        """
         alone, switched = (self._mean_loss(self.records[name], step) for name in (LEFT_ALONE, SWITCHED))
         return alone / switched - 1
 
@@ -129,7 +131,7 @@ class Story:
         return float((end - start) / _STEPS_OF_A_LOSS)
 
     def ending(self) -> Iterator[str]:
-        """What was seen, in sentences."""
+        """Yield the summary, one sentence or two per run."""
         for run in (LEFT_ALONE, OF_PYTORCH):
             yield f"{run} {self._failure(run)}"
         if not self.records[SWITCHED].switches:

@@ -1,6 +1,6 @@
-"""A run in its folder: it ends at SIGTERM or a time limit, and continues from its newest checkpoint.
+"""A run that stops at SIGTERM or a time limit and can be resumed from its newest checkpoint.
 
-The folder holds checkpoints/ (the newest few) and the trace, both of the first process.
+Its folder contains checkpoints/ (the newest ones) and the trace, both written by rank 0.
 """
 
 import math
@@ -24,12 +24,12 @@ from foreshock.lab.training.variant import Variant
 
 EVERY_STEPS: Final = 500
 KEPT: Final = 3
-"""So many of the newest."""
+"""Number of checkpoints that are kept, the newest ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRun:
-    """What one command is to train, from the first step or from a checkpoint."""
+    """Settings of one run, which starts at the first step or at a checkpoint."""
 
     recipe: Recipe
     variant: Variant
@@ -40,33 +40,33 @@ class LongRun:
     resume: bool = False
     """continue from the newest checkpoint of the folder"""
     minutes: float | None = None
-    """end with a checkpoint when they are over"""
+    """time limit, after which the run stops with a checkpoint"""
     every_steps: int = EVERY_STEPS
     corpus: Corpus | None = None
     ranks: Ranks = field(default_factory=Ranks)
     say: Callable[[str], None] = lambda sentence: None
-    """gets a sentence at each checkpoint, in the first process"""
+    """called with a progress message at each checkpoint, on rank 0"""
     on_step: Callable[[int, SupportsFloat], None] = lambda step, loss: None
 
     @property
     def last(self) -> int:
-        """The step that it ends with."""
+        """The last step."""
         return self.steps or self.recipe.steps
 
     @property
     def checkpoints(self) -> list[Path]:
-        """The files that it resumes from, the oldest first."""
+        """The checkpoint files, the oldest first."""
         return sorted(self.folder.glob("checkpoints/step-*.pt"))
 
     @property
     def trace(self) -> Path:
-        """The file of its recording."""
+        """The path of the trace."""
         return self.folder / f"{self.recipe.name}_{self.variant.name}_seed{self.seed}.jsonl.gz"
 
     def train(self) -> int:
-        """Train, and return the step that it came to: fewer than `last` where time was over or SIGTERM came.
+        """Train, and return the last step: less than `last` if the time limit or SIGTERM stopped the run.
 
-        Raises ValueError for a folder that holds another run, or nothing to resume.
+        Raises ValueError if the folder contains another run, or no checkpoint to resume from.
         """
         ends_at = math.inf if self.minutes is None else time.monotonic() + 60 * self.minutes
         there = self.checkpoints
@@ -77,7 +77,7 @@ class LongRun:
         with ExitStack() as stack:
             asked = stack.enter_context(_noting_sigterm())
             training = Training(self.recipe, self.variant, self.seed, corpus=self.corpus, ranks=self.ranks)
-            stack.callback(training.agent.close, "failed")  # one that trained to its end is closed by then
+            stack.callback(training.agent.close, "failed")  # no effect after train(), which closes the agent
             kept_bytes = self._take_up(training, there[-1]) if there else 0
             recorder: Recorder | None = None
             if self.ranks.rank == 0:
@@ -97,7 +97,7 @@ class LongRun:
         return training.step
 
     def _save(self, training: Training, recorder: Recorder | None, seconds: float) -> None:
-        """Keep all of the run in a checkpoint; `seconds` a step took."""
+        """Write a checkpoint of the whole run; `seconds` is the mean time of a step."""
         mine: dict[str, Any] = training.checkpoint() if recorder is not None else {"agent": training.agent.state_dict()}
         agents = self.ranks.gather(mine["agent"])
         if recorder is None:
@@ -115,8 +115,10 @@ class LongRun:
         )
 
     def _take_up(self, training: Training, path: Path) -> int:
-        """Continue from a checkpoint; the size of the trace when it was written. Raises ValueError for one of another
-        run."""
+        """Restore a checkpoint, and return the size of the trace at that time.
+
+        Raises ValueError for a checkpoint of another run.
+        """
         saved = torch.load(path, map_location=training.device, weights_only=True)
         mine = training.checkpoint()
         for what in ("recipe", "seed", "text", "variant"):
@@ -133,7 +135,7 @@ class LongRun:
 
 @contextmanager
 def _noting_sigterm() -> Iterator[list[int]]:
-    """While the block runs, SIGTERM ends nothing: what comes is noted in the list."""
+    """In a with block, append each SIGTERM to the returned list instead of ending the process."""
     asked: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     try:

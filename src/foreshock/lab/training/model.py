@@ -1,6 +1,6 @@
-"""A small GPT in the style of nanoGPT: the patient of the laboratory.
+"""A small GPT in the style of nanoGPT, which the laboratory trains.
 
-Attention is computed by `F.scaled_dot_product_attention`, so that `foreshock.monitor.attach` serves it unchanged.
+Attention is computed by `F.scaled_dot_product_attention`, so `foreshock.monitor.attach` supports the model unchanged.
 """
 
 import math
@@ -24,26 +24,27 @@ class ModelConfig:
     width: int
     """Features of the residual stream; a multiple of `heads`."""
     context: int
-    """Tokens of a sequence."""
+    """Length of a sequence in tokens."""
     kv_heads: int | None = None
-    """Key and value heads that the query heads share; a divisor of `heads`, None for as many."""
+    """Number of key and value heads; a divisor of `heads`, None for the same number."""
     vocabulary: int = 256
     qkv_bias: bool = True
-    """A bias on the keys adds one number to every score of a row: softmax cannot see it, rounding can."""
+    """Whether queries, keys and values have a bias. That of the keys adds the same number to all scores of a row, which
+    changes rounding, but not softmax."""
     key_bias: bool = True
-    """Whether that bias is on the keys too; it changes no probability."""
+    """Whether `qkv_bias` includes the keys; this does not change the exact probabilities."""
     rotary: bool = False
-    """Rotary positions in place of learned ones."""
+    """Rotary instead of learned position embeddings."""
     norm: Literal["layer", "rms"] = "layer"
     """LayerNorm without bias, or RMSNorm; before attention, before the feed-forward part and at the end."""
     gated: bool = False
-    """SwiGLU in place of a GELU layer."""
+    """SwiGLU instead of GELU in the feed-forward part."""
     hidden: int | None = None
-    """Features of that layer: by default four times `width`, and with SwiGLU so many that it is of the same size."""
+    """Hidden features of the feed-forward part; by default 4 `width`, or 8/3 `width` for SwiGLU (equal size)."""
     attention_dtype: Dtype = "bfloat16"
-    """Type of the operands that attention is given."""
+    """Type of the operands of attention."""
     matmul_dtype: Dtype = "float32"
-    """Type of the operands of every other matrix product (bfloat16: as under autocast)."""
+    """Type of the operands of all other matrix products; bfloat16 as under autocast."""
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -58,14 +59,14 @@ class ModelConfig:
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose product is taken in another type than its parameters have; the result has that type."""
+    """nn.Linear that computes in another type than that of its parameters, and returns that type."""
 
     def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool = False) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.operand = dtype
 
     def forward(self, input: Tensor, kept: Tensor | None = None) -> Tensor:
-        """The product; `kept` [outputs] is what the bias is multiplied by, 0 or 1."""
+        """Apply the layer; the bias is multiplied by `kept` [outputs], which contains 0 and 1."""
         bias = None if self.bias is None else self.bias.to(self.operand)
         bias = bias if bias is None or kept is None else bias * kept.to(self.operand)
         return F.linear(input.to(self.operand), self.weight.to(self.operand), bias)
@@ -98,13 +99,13 @@ class CausalSelfAttention(nn.Module):
         return cast(Tensor, self.c_proj(out.transpose(1, 2).reshape(x.shape)))
 
     def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention itself, over [B, heads, S, D]."""
+        """Compute attention over [B, heads, S, D]."""
         grouped = self.n_kv_head != self.n_head
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 
 
 class Rotary(nn.Module):
-    """Rotary positions (RoFormer), [B, H, S, D] to the same; base 10000, features rotated in halves."""
+    """Rotary position embeddings (RoFormer) with base 10000 and rotated halves, [B, H, S, D] to the same shape."""
 
     def __init__(self, context: int, head_dim: int) -> None:
         super().__init__()
@@ -151,7 +152,7 @@ def _norm(config: ModelConfig) -> nn.Module:
 
 
 class GPT(nn.Module):
-    """Output tied to the token embedding, nanoGPT's initialisation."""
+    """GPT with an output layer tied to the token embedding and nanoGPT's initialisation."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

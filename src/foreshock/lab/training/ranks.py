@@ -1,4 +1,4 @@
-"""The processes of one host that train one run together: each takes its rows of every batch."""
+"""Data-parallel training on one host: each process computes its rows of every batch."""
 
 import os
 from collections.abc import Iterator
@@ -13,16 +13,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among `world`; by default it trains alone."""
+    """The rank of this process among `world` processes; by default the only one."""
 
     rank: int = 0
     world: int = 1
 
     def rows(self, batch: int, most: int | None = None) -> tuple[slice, int]:
-        """Which rows of a batch this process takes, and how many of them at once: a divisor, at most `most`.
+        """Return this process's rows of a batch, and its micro-batch size: the largest divisor that is at most `most`.
 
-        The batch is the same whatever the number of processes: these only share it out. Raises ValueError where they
-        cannot.
+        The global batch does not depend on the number of processes. Raises ValueError if they cannot split it evenly.
         """
         if batch % self.world:
             raise ValueError(
@@ -34,13 +33,13 @@ class Ranks:
         return slice(self.rank * own, (self.rank + 1) * own), at_once
 
     def mean(self, values: Tensor) -> Tensor:
-        """`values` of all processes, averaged. Every process calls it at the same place."""
+        """Average `values` over all processes, which must all call it. May overwrite `values`."""
         if self.world > 1:
             dist.all_reduce(values)
         return values / self.world
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, in the order of their ranks, in the first one; nothing in the others."""
+        """Return the values of all processes in the order of ranks on rank 0, and an empty list on the other ranks."""
         if self.world == 1:
             return [value]
         heard: list[Any] = [None] * self.world
@@ -50,14 +49,14 @@ class Ranks:
 
 @contextmanager
 def launched() -> Iterator[Ranks]:
-    """This process among those that torchrun started on this host, each with a GPU of its own where there are any."""
+    """In a with block, join the process group that torchrun started on this host, with one GPU per process if any."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         yield Ranks()
         return
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # raises for more processes than GPUs
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # raises if there are more processes than GPUs
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     try:
         yield Ranks(dist.get_rank(), world)

@@ -1,4 +1,4 @@
-"""Trains one variant of a recipe under a watching agent, from the first step or from a checkpoint."""
+"""Train one variant of a recipe with an agent attached, from the first step or from a checkpoint."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,14 +20,14 @@ from foreshock.lab.training.variant import Variant, shown_name
 from foreshock.monitor import Agent, AgentConfig, attach
 
 _WAITING: Final = 100
-"""Steps whose loss and gradient norm wait on the device before they are recorded."""
+"""Steps whose loss and gradient norm are buffered on the device before they are written."""
 
 
 class Training:
-    """One run: model, optimizer, text and agent, at some step.
+    """One run: model, optimizer, dataset and agent, at some step.
 
-    Equal recipes, variants and seeds give equal runs on one kind of machine, also from a checkpoint on. Several
-    processes (`ranks`) share out each batch; the batches are those of one process.
+    Equal recipes, variants and seeds give identical runs on the same kind of machine, also after a checkpoint is
+    restored. Several processes (`ranks`) split each batch; the global batches are the same as with one process.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class Training:
         self.ranks = ranks or Ranks()
         self._rows, self._rows_at_once = self.ranks.rows(recipe.batch, recipe.micro_batch)
         self.wants_to_end = False
-        """Set it to have every process end after one of its next steps."""
+        """Set it to True to end all processes after one of the next steps."""
         self.ends = False
-        """Whether one of the processes wanted to end two steps ago: all of them know it after the same step."""
+        """Whether any process has set `wants_to_end`; becomes True after the same step in all processes."""
         self._wishes = torch.zeros(())
         self.grad_norm = torch.zeros(())
-        """Of the last step, before clipping."""
+        """Gradient norm of the last step, before clipping."""
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.corpus = corpus or (standard_library() if recipe.text == "bytes" else read_text(recipe.text))
-        # On a GPU the float32 control keeps PyTorch's attention, which does without the whole score matrix but where
-        # heads share keys.
+        # On a GPU the float32 control keeps PyTorch's attention, which does not store the whole score matrix, except
+        # when heads share keys.
         keeps_exact = variant.numerics == "float32" and self.device.type == "cuda"
         exact = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         self._backends = exact if keeps_exact else [SDPBackend.FLASH_ATTENTION] if variant.backend else []
@@ -84,9 +84,9 @@ class Training:
         self._whole = whole if self.ranks.world == 1 else DistributedDataParallel(whole)
 
     def advance(self) -> Tensor:
-        """One optimizer step; its loss in nats, []."""
+        """Run one optimizer step and return its loss in nats, []."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # so that a sample is always read one step later, not when it happens to come
+            torch.cuda.synchronize()  # so that the agent always reads a sample exactly one step later
         self.ends = bool(self._wishes > 0) if self.ranks.world > 1 else self.wants_to_end
         if self.step == 0 and self.variant.mode != "plain":
             self.agent.set_mode(self.agent.modes(), self.variant.mode, reason=f"variant {self.variant.name}")
@@ -109,7 +109,7 @@ class Training:
         return windows[self._rows].to(self.device)
 
     def _gradients(self) -> Tensor:
-        """The loss of the batch [], of all processes. Only the last pass has gradients wait for those of the others."""
+        """Compute gradients, and return the loss of the global batch []; synchronise only in the last micro-batch."""
         parts = torch.split(self._next_windows(), self._rows_at_once)
         losses = []
         for number, part in enumerate(parts, start=1):
@@ -131,7 +131,7 @@ class Training:
         return loss
 
     def checkpoint(self) -> dict[str, Any]:
-        """Everything that the next step depends on, and what was run; `torch.save` takes it before the next step."""
+        """Return all state that the next step depends on, and the names of the run. Save it before the next step."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -146,7 +146,7 @@ class Training:
         }
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Continue from `checkpoint`, before the first step."""
+        """Restore `checkpoint`; call it before the first step."""
         self.model.load_state_dict(checkpoint["model"])
         self.optimizer.load_state_dict(checkpoint["optimizer"])
         self.agent.load_state_dict(checkpoint["agent"])
@@ -160,7 +160,7 @@ class Training:
 def train(
     training: Training, steps: int, on_step: Callable[[int, SupportsFloat], None] = lambda step, loss: None
 ) -> None:
-    """Run `training` up to step `steps`, or until a process of it wants to end; closes its agent."""
+    """Run `training` up to step `steps` or until a process sets `wants_to_end`, then close its agent."""
     with training.agent:
         while training.step < steps and not training.ends:
             loss = training.advance()
@@ -170,23 +170,23 @@ def train(
 
 
 class Recorder:
-    """Hands a run to a trace: the agent's events, and loss and gradient norm of every step."""
+    """Writes the agent's events, and loss and gradient norm of every step, to a trace."""
 
     def __init__(self, training: Training, writer: TraceWriter) -> None:
         self._training, self.writer, self._since = training, writer, training.step
         self._waiting: list[Tensor] = []
         self.losses: Floats = np.zeros(0)
-        """Of the steps that were written last."""
+        """Losses of the steps of the last write."""
         training.agent.subscribe(lambda event: writer(event, training.agent.readings))
 
     def step(self, loss: SupportsFloat) -> None:
-        """Call it after every step with its loss."""
+        """Record the loss and gradient norm of a step; call it after every step."""
         self._waiting.append(torch.stack([cast(Tensor, loss), self._training.grad_norm]))
         if len(self._waiting) == _WAITING:
             self.flush()
 
     def flush(self) -> None:
-        """Write the steps that wait."""
+        """Write the buffered steps."""
         if self._waiting:
             self.losses, norms = torch.stack(self._waiting).double().cpu().numpy().T
             self.writer.steps(self._since, self.losses, norms)

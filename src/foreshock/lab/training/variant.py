@@ -18,15 +18,15 @@ class Variant:
     numerics: Numerics = "kernel"
     policy: Policy = "observe"
     mode: ModeName = "plain"
-    """The mode of every head from the first step on."""
+    """Mode of all heads from the first step."""
     key_bias: bool = True
-    """False takes the bias off the keys, which changes no probability."""
+    """False removes the bias of the keys, which does not change the exact probabilities."""
     backend: Backend | None = None
-    """Attention is PyTorch's own, forced to this kernel, and watched by an agent with its default settings."""
+    """Force PyTorch's native attention to this kernel, watched with the default settings of the agent."""
 
     @property
     def cured(self) -> bool:
-        """Whether something is done against a failure of rounding from the first step on."""
+        """Whether the variant prevents a failure by rounding from the first step."""
         return self.numerics == "float32" or self.mode != "plain" or not self.key_bias
 
 
@@ -35,7 +35,7 @@ CONTROL = Variant(name="control", numerics="float32")
 
 
 def shown_name(name: str) -> str:
-    """What people read for the variant of that name: the untreated one is the baseline (docs/glossary.md)."""
+    """Return the display name of a variant: `untreated` is called the baseline (docs/glossary.md)."""
     return "baseline" if name == UNTREATED.name else name
 
 
@@ -56,7 +56,7 @@ VARIANTS: Final = {
 
 
 def find_variant(name: str) -> Variant:
-    """The variant of that name. Raises ValueError with the names that exist."""
+    """Return the variant with this name. Raises ValueError, with the allowed names, if it does not exist."""
     if name not in VARIANTS:
         raise ValueError(f"variant {name!r} does not exist; allowed are {', '.join(VARIANTS)}")
     return VARIANTS[name]
