@@ -1,4 +1,4 @@
-"""`foreshock dashboards`: boards and rules, written and pushed."""
+"""`foreshock dashboards`: write boards and alert rules to files, or push boards to Grafana."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`foreshock demo` as text on the terminal: recorded failures, played on a live page of their own."""
+"""`foreshock demo`: replay recorded failures on a temporary live page, with comments on the terminal."""
 
 from typing import Final
 
@@ -12,15 +12,15 @@ from foreshock.lab.shown.page import own_page
 from foreshock.lab.shown.story import NAMES, Story, opening, recordings
 
 STEPS_PER_SECOND: Final = 100.0
-"""The first warning comes within half a minute, the end within two."""
+"""At this speed the first warning comes within half a minute, and the end within two minutes."""
 _LINES_OF_A_RUN: Final = 10
-"""How often the loss and the largest score of each run are printed."""
+"""Number of times that the loss and the largest score of each run are printed."""
 
 
 def play(console: Console, *, port: int = 8765, steps_per_second: float | None = STEPS_PER_SECOND) -> Story:
-    """Play the recorded runs, print what happens, and return it. steps_per_second: None plays as fast as possible.
+    """Replay the recorded runs, print a commentary, and return it. steps_per_second: None is as fast as possible.
 
-    Raises OSError when the service does not start.
+    Raises OSError if the service does not start.
     """
     traces, story = recordings(), Story()
     console.print("[bold]Recorded failures, played back.[/bold] Nothing is trained: foreshock demo --train does that.")
@@ -46,7 +46,7 @@ def play(console: Console, *, port: int = 8765, steps_per_second: float | None =
 
 
 def _hanging(head: str, name: str, text: str) -> RenderableType:
-    """`text` beside the name of its run, and below itself where it is long."""
+    """Lay out `head`, the name of a run and `text` in columns; long text wraps within its column."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="bold")
     table.add_column(no_wrap=True, min_width=max(map(len, NAMES)))

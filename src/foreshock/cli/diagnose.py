@@ -1,4 +1,4 @@
-"""`foreshock diagnose` as text on the terminal."""
+"""Terminal output of `foreshock diagnose`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -24,13 +24,13 @@ _ROWS: Final = {
     "output error": ("output off float64", ".2%"),
     "empty": ("rows that see no key", ".1%"),
 }
-"""Rows of the table: title and format by the name of a cell."""
+"""Rows of the table: title and number format by measurement."""
 
 
 def report(sources: Sequence[str], console: Console, *, states: Sequence[str], batches: int, json: Path | None) -> None:
     """Diagnose traces and models (module:factory).
 
-    Raises ValueError with a sentence for a source that does not exist.
+    Raises ValueError for a source that does not exist or is not supported.
     """
     if states and not any(":" in source for source in sources):
         raise ValueError("--state needs a model: add module:factory, which builds it")
@@ -68,7 +68,7 @@ def _read(source: str, states: Sequence[str], batches: int) -> Iterator[Source]:
 
 
 def _table(heads: Sequence[Head]) -> Table:
-    """A row for each quantity, a column for each head of each source."""
+    """Return a table with a row for each measurement and a column for each head of each source."""
     several = len({head.source for head in heads}) > 1
     names = (escape(f"{head} in {head.source}" if several else str(head)) for head in heads)
     table = Table("", *names, box=None, pad_edge=False, header_style="bold")

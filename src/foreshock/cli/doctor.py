@@ -1,4 +1,4 @@
-"""`foreshock doctor`: what this machine can do, checked rather than assumed."""
+"""`foreshock doctor`: test what this machine supports."""
 
 import importlib
 import importlib.metadata
@@ -22,7 +22,7 @@ State = Literal["ok", "absent", "wrong"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `absent` is a choice of the installation; `wrong` makes the doctor fail."""
+    """One line of the report. `absent` means that an optional part is missing; `wrong` makes the command fail."""
 
     what: str
     state: State
@@ -30,7 +30,7 @@ class Finding:
 
 
 def examine(url: str) -> Iterator[Finding]:
-    """Every finding, in the order in which a person would ask."""
+    """Run all checks and yield their findings, the most basic first."""
     yield Finding("foreshock", "ok", f"{__version__} on Python {platform.python_version()}, {platform.machine()}")
     for extra, modules in (
         ("agent", ("torch",)),
@@ -98,7 +98,7 @@ def _service(url: str) -> Finding:
 
 
 def report(url: str, console: Console, *, as_json: bool) -> bool:
-    """Print the findings as a table or as JSON; True when nothing is wrong."""
+    """Print the findings as a table or as JSON; return whether none is `wrong`."""
     findings = list(examine(url))
     if as_json:
         print_json([asdict(finding) for finding in findings])
@@ -108,10 +108,10 @@ def report(url: str, console: Console, *, as_json: bool) -> bool:
 
 
 def report_model(path: str, console: Console) -> None:
-    """Print which failures the model that `module:factory` builds is open to, and what attach() would watch in it.
+    """Print the failures to which the model from `module:factory` is prone, and the layers that attach() would watch.
 
-    A factory of diagnose, which returns a loss too, has its next batch run.
-    Raises ValueError when the path does not name a callable that returns a torch module.
+    If the factory also returns a loss function, as for `foreshock diagnose`, one batch is run.
+    Raises ValueError if the path does not name a callable that returns a torch module.
     """
     from torch import nn
     from torch.optim import Optimizer

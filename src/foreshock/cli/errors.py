@@ -1,4 +1,4 @@
-"""One way to end a command in error: a sentence on standard error and a non-zero exit code."""
+"""Error handling of all commands: one sentence on standard error and a non-zero exit code."""
 
 import os
 import sys
@@ -27,11 +27,11 @@ _EXTRAS = {
 
 
 class CommandError(Exception):
-    """A command cannot go on; the message is the sentence that the person reads."""
+    """An error that ends a command; its message is shown to the user."""
 
 
 def sentence(error: Exception) -> str:
-    """What a person reads for an error of configuration, input or a missing extra."""
+    """Return the message for the user about an error of configuration or input, or a missing extra."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         extra = _EXTRAS.get(error.name.partition(".")[0])
         if extra:
@@ -43,16 +43,16 @@ def sentence(error: Exception) -> str:
 
 
 class Commands(TyperGroup):
-    """A group whose commands end in a sentence instead of a traceback for what the person can mend."""
+    """A command group that reports errors which the user can fix as one sentence instead of a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; see the class."""
+        """Run the command and report its errors."""
         try:
             done = super().invoke(ctx)
-            sys.stdout.flush()  # here, where a reader that has gone is no error
+            sys.stdout.flush()  # flush here, so that a closed pipe is handled below
             return done
-        except BrokenPipeError:  # `| head` has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered has nowhere to go at the end either
+        except BrokenPipeError:  # the reader closed the pipe, as `| head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the flush at exit does not fail as well
             sys.exit(0)
         except (CommandError, ServiceError, ModuleNotFoundError, ValueError, OSError) as error:
             if isinstance(error, ModuleNotFoundError) and sentence(error) == str(error):

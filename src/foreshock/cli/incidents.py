@@ -1,4 +1,4 @@
-"""`foreshock incidents`: what is wrong with a run, one entry for each incident, what was switched, and who cares."""
+"""`foreshock incidents` and `resume-plan`: incidents of a run, their acknowledgement, switches and checkpoints."""
 
 from typing import Annotated, Any
 
@@ -83,7 +83,7 @@ def _print_incidents(found: list[dict[str, Any]], run: str) -> None:
 
 
 def _print_orders(commands: list[dict[str, Any]]) -> None:
-    """The newest switches and proposals: by hand, by policy and undone, with the step at which they were applied."""
+    """Print the newest switches and proposals, by people and by policy, with the step at which they were applied."""
     for each in [one for one in commands if not one["dry_run"]][:_ORDERS_SHOWN]:
         steps = [answer["step"] for answer in each["ranks"] if answer["outcome"] == "applied"]
         at = f" at step {max(steps):,}" if steps else ""

@@ -1,7 +1,7 @@
-"""The command line. Each command is thin: it reads its options, calls one part and turns errors into sentences.
+"""The command line. Each command is thin: it reads its options, calls one module and reports errors as sentences.
 
-Parts are imported inside the commands, so that a service without torch and a training environment without a web server
-both have the same command.
+Modules are imported inside the commands, so that the command line works on a service host without PyTorch and in a
+training environment without a web server.
 """
 
 from importlib.util import find_spec
@@ -36,7 +36,7 @@ app.add_typer(store, name="store")
 app.add_typer(audit, name="audit")
 for command in (incidents, resume_plan, *ORDERS, describe, delete, replay, runs, export):
     app.command()(command)
-if find_spec("foreshock.cli.research") is not None:  # a checkout: the wheel holds no laboratory and no benchmark
+if find_spec("foreshock.cli.research") is not None:  # only in a checkout: the wheel does not contain them
     from foreshock.cli.research.benchmarks import bench
     from foreshock.cli.research.lab import lab
 
@@ -56,7 +56,7 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """See the help of the application."""
+    """Handle the options of the application; its help is above."""
 
 
 @app.command()

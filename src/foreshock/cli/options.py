@@ -1,4 +1,4 @@
-"""The options that several commands share."""
+"""Options that several commands share."""
 
 import inspect
 from collections.abc import Callable
@@ -23,7 +23,7 @@ TokenFile = Annotated[
 
 
 def asks_service(command: Callable[..., None]) -> Callable[..., None]:
-    """`command(client, ..., as_json=...)` as a command with the options of the service and of its answer's form."""
+    """Wrap `command(client, ..., as_json=...)`: pass a client, and add --url, --token, --token-file and --json."""
 
     @wraps(command)
     def asked(url: Url, token: Token, token_file: TokenFile, **given: Any) -> None:

@@ -1,4 +1,4 @@
-"""`foreshock switch`, `approve` and `reject`: orders to a running training, and what became of them."""
+"""`foreshock switch`, `approve` and `reject`: send commands to a running training, and report their outcome."""
 
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, Final
@@ -14,7 +14,7 @@ from foreshock.contract.orders import OPEN
 from foreshock.contract.wire import HeadRef
 
 UNANSWERED, REFUSED = 3, 4
-"""Exit codes: ordered and not answered yet; answered, and not done. 1 is an error in a sentence, 2 wrong usage."""
+"""Exit codes: not answered yet; answered, but not done. Exit code 1 is any other error, 2 wrong usage."""
 _DONE: Final = ("applied", "dry_run")
 
 Reason = Annotated[str, typer.Option(help="Reason, recorded in the audit trail.")]
@@ -85,16 +85,16 @@ def reject(client: Service, as_json: bool, run: Run, reason: Reason, command: Pr
 
 
 ORDERS: Final = (switch, approve, reject)
-"""The commands of this file, for the command line."""
+"""The commands of this module."""
 
 
 def _changes(
     client: Service, run: str, mode: str, layer: int | None, heads: list[int] | None
 ) -> list[tuple[str, list[HeadRef]]]:
-    """The orders that a switch to `mode` takes: a mode and its heads, for each mode that comes of it.
+    """Return the commands for a switch to `mode`, as pairs of a resulting mode and its heads.
 
-    Without `layer` every head of the run is meant, and keeps its own mode as well. With `layer` and no
-    `heads`, every head of that layer gets this mode alone. Raises CommandError for an unknown layer.
+    Without `layer`, `mode` is added to the present mode of every head of the run. With `layer`, the given `heads`, by
+    default all heads of that layer, get only `mode`. Raises CommandError for an unknown layer.
     """
     if layer is None:
         if heads:
@@ -114,7 +114,7 @@ def _stands(command: dict[str, Any]) -> bool:
 
 
 def _newest(client: Service, run: str, command: str, fits: Callable[[dict[str, Any]], bool], words: str) -> str:
-    """The id itself, or that of the run's newest command that fits where it is `last`. Raises CommandError."""
+    """Return `command`, or for `last` the id of the newest command that `fits`; CommandError if there is none."""
     if command != "last":
         return command
     found = next((str(one["id"]) for one in client.commands(run) if fits(one)), None)
@@ -124,7 +124,7 @@ def _newest(client: Service, run: str, command: str, fits: Callable[[dict[str, A
 
 
 def _waiting(client: Service, run: str, command: str | None) -> str:
-    """The id of the proposal that is meant. Raises CommandError if none waits, or several and none is named."""
+    """Return the id of the proposal to answer; CommandError if there is none, or several and `command` is None."""
     waiting: dict[str, Any] = {str(one["id"]): one for one in client.commands(run) if one["state"] == "proposed"}
     if command is None and len(waiting) == 1:
         return next(iter(waiting))
@@ -146,8 +146,7 @@ def finish(
     wait: float,
     done: Collection[str] = _DONE,
 ) -> None:
-    """Wait for the answers to orders, print what became of them, and end with the exit status: done, not answered yet,
-    or answered and not done."""
+    """Wait for answers to commands, print their outcome, and exit with UNANSWERED or REFUSED if not all are done."""
     commands = [client.wait(order, wait) for order in orders]
     if as_json:
         print_json({"commands": commands})
@@ -162,7 +161,7 @@ def finish(
 
 
 def print_command(command: dict[str, Any], waited: float) -> None:
-    """Print what became of a command, and what the agents answered."""
+    """Print the outcome of a command and the answers of the agents."""
     run, state = command["run"], command["state"]
     say(f"command {command['id']}: {state}")
     if why := command.get("closed_because"):

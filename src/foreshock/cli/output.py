@@ -1,4 +1,4 @@
-"""What a command says: tables as wide as the terminal for people, whole names, JSON and CSV for machines."""
+"""Output of commands: tables as wide as the terminal for people; full names, JSON and CSV for programs."""
 
 import csv
 import json
@@ -15,14 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 _PIPED_COLUMNS: Final = 10_000
-"""Nothing is shortened or broken where nobody watches."""
+"""Width for a pipe, where lines must not be truncated or wrapped."""
 _ORDERS: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Characters that a terminal acts on, or that turn the order of others; a line break and a tab stay."""
+"""Control characters and bidirectional overrides, except line break and tab."""
 _BLANKS: Final = re.compile(r" +$", re.MULTILINE)
 
 
 class _Unpadded(StringIO):
-    """Standard output without the blanks at the ends of lines that fill a table's last column."""
+    """Standard output without trailing blanks, which pad the last column of a table."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -37,36 +37,36 @@ class _Unpadded(StringIO):
 
 
 class _Console(Console):
-    """What others wrote moves no cursor: agents and people say sentences, which a terminal would take for orders."""
+    """A console that replaces control characters, because texts of agents and users could contain escape sequences."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(shown(text), **options)
 
 
 def shown(text: str) -> str:
-    """Text as a terminal may get it, its own lines kept."""
+    """Replace the control characters in a text for the terminal; line breaks and tabs stay."""
     return _ORDERS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def console() -> Console:
-    """A console for tables and sentences."""
+    """Return a console for tables and sentences, which does not truncate in a pipe."""
     if sys.stdout.isatty():
         return _Console(emoji=False)
     return _Console(emoji=False, width=_PIPED_COLUMNS, file=_Unpadded())
 
 
 def say(text: str) -> None:
-    """Print a sentence as it is: no markup, and no line break that it has not."""
+    """Print a sentence without markup and without wrapping."""
     print(shown(text))
 
 
 def cell(value: Any) -> str:
-    """A value in a table: a dash for what is unknown, four digits of a float."""
+    """Format a value for a table: a dash for None, four significant digits for a float."""
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table of rows with the same names, its numbers on the right."""
+    """Return a table of rows with the same keys; columns with numbers are right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in rows[0] if rows else ():
         numbers = any(isinstance(row[name], int | float) for row in rows)
@@ -77,19 +77,19 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def print_whole(table: Table, to: Console) -> None:
-    """A table whose numbers stand whole: in a terminal that is narrower, its lines go on in the next one."""
+    """Print a table without truncating its cells; if the terminal is narrower, lines wrap."""
     whole = to.measure(table, options=to.options.update(max_width=_PIPED_COLUMNS)).maximum
     table.width = whole if whole > to.width else None
     to.print(table, soft_wrap=True)
 
 
 def print_json(data: Any) -> None:
-    """One JSON document; numbers that JSON has no word for are null."""
+    """Print one JSON document; NaN and infinities become null."""
     print(_json(data, indent=2))
 
 
 def print_result(data: Any, sentence: str, *, as_json: bool) -> None:
-    """Print what was done: as JSON, or as a sentence."""
+    """Print a result, as JSON or as a sentence."""
     if as_json:
         print_json(data)
     else:
@@ -97,7 +97,7 @@ def print_result(data: Any, sentence: str, *, as_json: bool) -> None:
 
 
 def print_json_line(data: Any) -> None:
-    """One JSON document on one line, at once."""
+    """Print one JSON document on one line, and flush."""
     print(_json(data), flush=True)
 
 
@@ -107,7 +107,7 @@ def _json(data: Any, indent: int | None = None) -> str:
 
 
 def print_csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """RFC 4180, with a line of names first; what is unknown is empty."""
+    """Print CSV (RFC 4180) with a header line; unknown values are empty."""
     writer = csv.writer(sys.stdout)
     writer.writerow(head)
     for row in rows:

@@ -1,4 +1,4 @@
-"""`foreshock replay`: a recorded run, played on the terminal and on a live page."""
+"""`foreshock replay`: replay a recorded run on the terminal and on a live page."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,7 +35,7 @@ def replay(
     from foreshock.lab.shown.page import own_page
 
     token, console = given_token(token, token_file), output.console()
-    played = read_trace(trace)  # before anything is started
+    played = read_trace(trace)  # before a service is started
     name = run or f"replay-{played.name}"
     with ExitStack() as stack:
         if url is None and not offline:

@@ -1,4 +1,4 @@
-"""`foreshock runs`, `export`, `describe` and `delete`: what the service knows of its runs, and people say of them."""
+"""`foreshock runs`, `export`, `describe` and `delete`: show, describe and delete the runs of a service."""
 
 import math
 import time
@@ -100,7 +100,7 @@ def delete(
     """Delete a run that no longer trains. This is final. Needs a token with the scope `delete`."""
     step = client.run(run)["last_step"]
     if not yes:
-        session = client.get("/v1/session")  # nobody is asked to confirm what would be refused
+        session = client.get("/v1/session")  # do not ask for confirmation if the service would refuse
         if not {"delete", "admin"} & set(session["scopes"]):
             raise CommandError(f"the token {session['name']} lacks the scope 'delete'; use another one with --token")
         question = f"Delete run {run} with its {step or 0:,} steps? This cannot be undone."
@@ -110,7 +110,7 @@ def delete(
 
 
 def _print_runs(rows: list[dict[str, Any]]) -> None:
-    """A table of every run: what needs a person first, and what has ended last."""
+    """Print a table of all runs, in the given order (the most urgent first)."""
     if not rows:
         say('The service has no runs yet. In a training: foreshock.attach(model, run="my-run", url=...)')
         return
@@ -136,7 +136,7 @@ def _print_runs(rows: list[dict[str, Any]]) -> None:
 
 
 def _print_run(run: dict[str, Any]) -> None:
-    """One run: its layers, the modes of its heads, and its active warnings in words."""
+    """Print one run: its layers, the modes of its heads, and its active warnings."""
     say(
         f"{run['run']}  {state_of(run, time.time())}  step {cell(run['last_step'])}  "
         f"loss {cell(run['loss'])}  {policy_of(run)}" + (f"  QK-Clip {run['qk_clip']}" if run.get("qk_clip") else "")
@@ -159,20 +159,20 @@ def _print_run(run: dict[str, Any]) -> None:
 
 
 def _print_description(run: dict[str, Any]) -> None:
-    """The name, tags and notes that people gave a run, where it has them."""
+    """Print the display name, tags and notes of a run, if it has them."""
     for word, key in (("called", "display_name"), ("tags", "tags"), ("notes", "notes")):
         if value := run.get(key):
             say(f"{word}: {', '.join(value) if isinstance(value, list) else value}")
 
 
 def state_of(run: Mapping[str, Any], now: float) -> str:
-    """How a run is by now: silent and hung with their time."""
+    """Return the condition of a run, with its duration for silent and hung runs."""
     since = run["condition_since_unix_seconds"]
     return str(run["condition"]) + ("" if since is None else f" {_duration(now - since)}")
 
 
 def _duration(seconds: float) -> str:
-    """A time in words: 42 s, 16 min, 3 h, 12 days."""
+    """Format a duration: 42 s, 16 min, 3 h, 12 days."""
     seconds = max(seconds, 0.0)
     for most, unit, word in ((90, 1, "s"), (5400, 60, "min"), (129_600, 3600, "h")):
         if seconds < most:
@@ -181,7 +181,7 @@ def _duration(seconds: float) -> str:
 
 
 def policy_of(run: Mapping[str, Any]) -> str:
-    """The policy, and what a warning does under it."""
+    """Return the policy of a run, with the effect of a warning under it."""
     policy, scope = run["policy"] or "-", run.get("switch_scope")
     if not scope or policy not in _AT_A_WARNING:
         return f"policy {policy}"

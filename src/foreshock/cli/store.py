@@ -1,4 +1,4 @@
-"""`foreshock store` and `foreshock audit`: a store copied and put back, its audit trail exported."""
+"""`foreshock store` and `foreshock audit`: back up, restore and check a store, and export its audit trail."""
 
 import asyncio
 import json
@@ -90,7 +90,7 @@ def audit_export(client: Service, as_json: bool, file: Export) -> None:
             "trail, or this is another store or an older backup; export to a new file"
         )
     while rows := client.audit_export(last):
-        with file.open("ab") as out:  # no earlier, so that an export that fails leaves no empty file
+        with file.open("ab") as out:  # opened only now, so that a failed export does not leave an empty file
             out.write(rows)
         last = json.loads(rows.splitlines()[-1])["sequence"]
     done = {"file": str(file), "appended": last - before, "rows": last}

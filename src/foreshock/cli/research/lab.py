@@ -37,7 +37,7 @@ def lab_run(
 ) -> None:
     """Train one variant of a recipe and record every head of every sample.
 
-    Under torchrun the processes share out each batch, which stays the recipe's:
+    Under torchrun the processes split each batch, whose size stays that of the recipe:
     torchrun --nproc-per-node 8 -m foreshock lab run ...
     """
     from foreshock.cli.output import console
@@ -75,15 +75,18 @@ def lab_corpus(
     text: Annotated[
         str,
         typer.Argument(
-            help="byte-pairs or folders: byte pairs of installed packages, or of source files of folders, in a file."
+            help="byte-pairs (source of installed packages) or folders (source files in the given folders)."
         ),
     ],
     folder: Annotated[
-        list[Path] | None, typer.Option(help="Folder to make the text of folders from; may be repeated.")
+        list[Path] | None, typer.Option(help="With `folders`: folder with source files; may be repeated.")
     ] = None,
-    characters: Annotated[int, typer.Option(help="Of its text, at most.", min=1)] = 1_000_000_000,
+    characters: Annotated[int, typer.Option(help="Most characters of source to use.", min=1)] = 1_000_000_000,
 ) -> None:
-    """Make the text that runs on this machine are trained on, or show it and its hash."""
+    """Tokenize a dataset for runs on this machine, and show its size, hash and file.
+
+    `folders` without --folder shows the existing dataset.
+    """
     from foreshock.cli.output import console
     from foreshock.lab import texts
 
@@ -101,13 +104,13 @@ def lab_corpus(
 def lab_score(
     traces: Annotated[list[Path] | None, typer.Argument(help="Recorded runs.")] = None,
     synthetic: Annotated[
-        bool, typer.Option("--synthetic", help="Score made-up runs of many kinds instead; takes some minutes.")
+        bool, typer.Option("--synthetic", help="Score synthetic runs of many kinds instead; takes some minutes.")
     ] = False,
     report: Annotated[Path | None, typer.Option(help="Write the scores as JSON.")] = None,
 ) -> None:
-    """Score detectors and baselines on recorded runs: who was warned about, when and why, and how often for nothing.
+    """Score detectors and baselines on recorded runs: which warned, when, with which cause, and how often falsely.
 
-    Give the float32 control of a run with it (same recipe and seed, variant "control"): it measures quality loss.
+    To measure loss degradation, also pass the float32 control of each run (same recipe and seed, variant "control").
     """
     from foreshock.cli.output import console
     from foreshock.cli.research import scores

@@ -1,4 +1,4 @@
-"""`foreshock lab score` as tables on the terminal; docs/scoring.md explains their columns."""
+"""Terminal output of `foreshock lab score`; docs/scoring.md explains the columns of its tables."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -18,7 +18,7 @@ _OF_A_RUN: Final = (
 
 
 def score(traces: Sequence[Path], console: Console, *, report: Path | None) -> None:
-    """Score recorded runs and print a line for each, one for each monitor, and what healthy runs and causes come to."""
+    """Score recorded runs, and print tables of runs, monitors, healthy runs, causes and forecasts."""
     scores, result = lab_score(traces, report=report)
     _show(console, "Runs", [{name: getattr(each, name) for name in _OF_A_RUN} for each in scores])
     _show(console, "Monitors", result["table"])
@@ -30,7 +30,7 @@ def score(traces: Sequence[Path], console: Console, *, report: Path | None) -> N
 
 
 def score_synthetic(console: Console, *, report: Path | None) -> None:
-    """Score made-up runs and print a line for each family."""
+    """Score synthetic runs and print a line for each family."""
     from foreshock.lab.scoring.synthetic import score_synthetic
 
     rows = list(score_synthetic())
