@@ -1,13 +1,12 @@
-"""What a training step costs with foreshock in it: `foreshock bench agent --json FILE`.
+"""Cost of a training step with foreshock: `foreshock bench agent --json FILE`.
 
-Three variants train the same weights in turn, block of steps by block of steps, in one process:
-- none: PyTorch's attention, without any of us, once for each backend of it; the fastest one is `none`;
-- kernels_agent: `attach(model, attention="kernels")` with everything on at its default schedule, and a service that is
-  down, at an address where nobody listens;
-- keep_agent: `attach(model)`, as most people call it, over the fastest of PyTorch's backends.
-A figure is the median over the rounds of a block's mean step, from the block's first kernel to its last: a block is at
-least as long as the time between two samples, so that each holds one. The mean over all blocks, with the spectral norms
-of every hundredth step, is given too.
+Three variants train the same weights in one process, and take turns after each block of steps:
+- none: PyTorch's attention without foreshock, measured for each of its backends; the fastest one counts as `none`;
+- kernels_agent: `attach(model, attention="kernels")` with default settings, and the address of a service that is down;
+- keep_agent: `attach(model)`, the default, with the fastest of PyTorch's backends.
+The result is the median over blocks of a block's mean step time, from its first kernel to its last. A block is at least
+as long as the sampling interval, so that each contains a sample. The mean over all blocks, which includes the spectral
+norms of every hundredth step, is reported too.
 """
 
 import copy
@@ -45,13 +44,13 @@ BACKENDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model and its batch of whole contexts."""
+    """A model and its batch size; sequences have the full context length."""
 
     name: str
     model: ModelConfig
     batch: int
     whole: bool
-    """torch.compile over the whole model; else layer by layer, as large models are compiled."""
+    """whether torch.compile gets the whole model, or each layer separately, as is usual for large models"""
     block_steps: int = 10
     device: str = "cuda"
 
@@ -82,21 +81,21 @@ SHAPES: Final = (
 
 
 class NativeAttention(CausalSelfAttention):
-    """By one of PyTorch's backends, in a call that `attach` finds."""
+    """Attention by one of PyTorch's backends, in a call that `attach` finds."""
 
     backend: SDPBackend
 
     def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The backend is chosen inside the graph: torch.compile does not look outside."""
+        """Compute attention. The backend is selected here because torch.compile ignores a context outside the graph."""
         with sdpa_kernel(self.backend):
             return super().core(query, key, value)
 
 
 class UnwatchedAttention(NativeAttention):
-    """The same by PyTorch's own function, whatever its name is bound to while an agent is attached."""
+    """The same with PyTorch's original function, which an attached agent replaces in torch.nn.functional."""
 
     def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As in NativeAttention."""
+        """Compute attention as NativeAttention does."""
         with sdpa_kernel(self.backend):
             return SDPA(query, key, value, is_causal=True, enable_gqa=self.n_head != self.n_kv_head)
 
@@ -107,7 +106,7 @@ WATCHED: Final = ("kernels_agent", "keep_agent")
 
 @dataclass(slots=True)
 class Variant:
-    """One way to train the shared weights. `seconds` are the mean steps of its blocks."""
+    """One way to train the shared weights. seconds: mean step time of each block."""
 
     name: str
     model: Callable[[Tensor, Tensor], Tensor]
@@ -117,7 +116,7 @@ class Variant:
 
 
 class Bench:
-    """The weights, their optimizer and the variants that train them."""
+    """Shared weights, their optimizer and the variants that train them."""
 
     def __init__(self, shape: Shape, compiler: str) -> None:
         torch.manual_seed(0)
@@ -136,7 +135,7 @@ class Bench:
         backend: str | None,
         attached: Callable[[nn.Module], Agent] | None = None,
     ) -> None:
-        """Add a variant over the same weights; one that fails says so and is left out."""
+        """Add a variant with the shared weights, unless its first steps fail; this is reported on standard error."""
         model = copy.deepcopy(self.model, {id(p): p for p in self.weights})
         for module in model.modules():
             if isinstance(module, CausalSelfAttention):
@@ -154,14 +153,14 @@ class Bench:
             for ids in self.ids[:3]:
                 self.step(variant, ids)
             self._wait()
-        except Exception:  # a refusal is a result; the other variants go on
+        except Exception:  # an unsupported shape is a result; the other variants continue
             print(f"{name} does not take {self.shape.name}:\n{traceback.format_exc()}", file=sys.stderr)
             self.optimizer.zero_grad()
         else:
             self.variants[name] = variant
 
     def step(self, variant: Variant, ids: Tensor) -> None:
-        """One training step, as people write it."""
+        """Run one training step in its usual form."""
         loss = variant.model(ids[:, :-1], ids[:, 1:])
         torch.autograd.backward(loss)
         norm = nn.utils.clip_grad_norm_(self.weights, 1.0)
@@ -175,15 +174,15 @@ class Bench:
             torch.cuda.synchronize()
 
     def run(self, rounds: int, steps: int) -> None:
-        """Let every variant train a block of `steps`, `rounds` times over, from its first kernel to its last."""
+        """Train `rounds` blocks of `steps` steps with every variant in turn, and record each block's mean step time."""
         gc.collect()
         gc.disable()
         for round_ in range(rounds):
             variants = list(self.variants.values())
             for variant in (
                 variants[round_ % len(variants) :] + variants[: round_ % len(variants)]
-            ):  # no variant always follows the same one
-                self.step(variant, self.ids[0])  # what the variant before it left in the caches
+            ):  # rotate the order, so that a variant does not always follow the same one
+                self.step(variant, self.ids[0])  # warm-up, because the caches contain data of the previous variant
                 self._wait()
                 began = time.perf_counter()
                 for index in range(steps):
@@ -195,7 +194,7 @@ class Bench:
 
 @contextmanager
 def nobody_listens() -> Iterator[dict[str, Any]]:
-    """Settings of an agent whose service is down, so that sender, spool and retries are all at work."""
+    """In a with block, agent settings for a service that is down, so that sender, spool and retries are active."""
     with socket.create_server(("127.0.0.1", 0)) as unused, tempfile.TemporaryDirectory() as spool:
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         unused.close()
@@ -203,7 +202,7 @@ def nobody_listens() -> Iterator[dict[str, Any]]:
 
 
 def measure(shape: Shape, rounds: int, compiler: str = "inductor", variants: Sequence[str] = WATCHED) -> dict[str, Any]:
-    """One shape's figures, in milliseconds a step; None for what is not in `variants`."""
+    """Return the results of one shape in milliseconds per step; None for variants that are not in `variants`."""
     bench, steps = Bench(shape, compiler), shape.block_steps
     with ExitStack() as stack:
         settings = stack.enter_context(nobody_listens())
@@ -258,7 +257,7 @@ def _figures(bench: Bench, rounds: int, steps: int) -> dict[str, Any]:
 def main(
     json_path: Path | None = None, rounds: int = 12, only: str | None = None, variants: Sequence[str] = WATCHED
 ) -> None:
-    """Measure a shape, or those of the GPU; print their figures, and write them to `json_path`."""
+    """Measure the shape `only`, by default all GPU shapes; print the results, and write them to `json_path`."""
     if unknown := set(variants) - set(WATCHED):
         raise ValueError(f"variant {min(unknown)!r} does not exist; allowed are {', '.join(WATCHED)}")
     chosen = [shape for shape in SHAPES if (shape.device == "cuda" if only is None else shape.name == only)]
@@ -269,9 +268,9 @@ def main(
             "foreshock bench agent needs a CUDA GPU, and this machine has none that PyTorch sees; "
             "--shape gpt2-mini runs on a CPU"
         )
-    # A graph that was traced under one backend of SDPA would be taken for the other's (pytorch #185449).
+    # The autograd cache would reuse a graph traced with another SDPA backend (pytorch #185449).
     torch._functorch.config.enable_autograd_cache = False
-    torch._dynamo.config.recompile_limit = 32  # the variants are graphs of the same code
+    torch._dynamo.config.recompile_limit = 32  # each variant compiles the same code again
     shapes = []
     for shape in chosen:
         torch.compiler.reset()

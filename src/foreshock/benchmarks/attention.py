@@ -1,8 +1,8 @@
-"""Speed of attention compared with its peers, in one process and in turn: `foreshock bench attention --json FILE`.
-With `--modes`: what each mode costs if every head has it, compared with plain heads and cuDNN.
+"""Speed of foreshock's attention kernels compared with PyTorch's: `foreshock bench attention --json FILE`.
 
-Every contender's call is timed with device events after the cache was flushed, in turn with the others; a figure is the
-median of its calls.
+With `--modes`: the cost of each mode if every head has it, compared with plain heads and cuDNN. All implementations run
+in one process and take turns. Each call is timed with CUDA events after the cache was flushed; the result is the median
+over the calls of an implementation.
 """
 
 import gc
@@ -34,38 +34,38 @@ from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
 TOKENS = 16_384
 LENGTHS = (1024, 2048, 4096, 8192, 16_384)
 WIDTHS = ((64, 32), (128, 16))
-"""Head dims, each with the heads of a width of 2048."""
+"""Pairs of head dim and number of heads, for a width of 2048."""
 MODE_LENGTHS = ((1024, True), (2048, True), (8192, True), (4096, False))
 _OWN, _PLAIN_HEADS = "foreshock", "plain"
 _MODES = {mode.name: mode.flag for mode in MODES}
 Cell = dict[str, Any]
-"""One shape and pass: its fields, and under `milliseconds` the median of each contender, None for one that refused."""
+"""Result of one shape and pass: fields of the shape, and `milliseconds` per contender, None if it failed."""
 
 
 PASSES = ("forward", "backward", "both")
 
 Contender = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Query [B, H, Sq, D], key and value [B, Hkv, Sk, D] to the output [B, H, Sq, D]."""
+"""An implementation: query [B, H, Sq, D], key and value [B, Hkv, Sk, D] to the output [B, H, Sq, D]."""
 Timed = tuple[Callable[[], object], Callable[[], object]]
-"""What comes before a call, and the call that is timed."""
+"""Untimed preparation of a call, and the timed call."""
 
 
 class Stopwatch:
-    """Times calls in turn, each after a write of 256 MB that empties the cache of the last one's data."""
+    """Times interleaved calls, each after a write of 256 MB that flushes the cache."""
 
     def __init__(self, repeats: int) -> None:
         self.repeats = repeats
         self.flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
 
     def medians(self, calls: dict[str, Timed]) -> dict[str, float]:
-        """Milliseconds of each call: the median of its repeats."""
+        """Return the median time of each call in milliseconds."""
         for prepare, call in calls.values():
             for _ in range(2):
                 prepare()
                 call()
         events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
         gc.collect()
-        gc.disable()  # as timeit does: a collection takes longer than any of these calls
+        gc.disable()  # as timeit does, because a garbage collection takes longer than any of these calls
         for _ in range(self.repeats):
             for name, (prepare, call) in calls.items():
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -81,8 +81,10 @@ class Stopwatch:
 
 
 def passes(call: Contender, tensors: tuple[Tensor, ...], grad: Tensor) -> dict[str, Timed]:
-    """Forward, backward and both of one contender on the same tensors. The backward is of a forward that is not timed:
-    one that goes through a kept graph again counts no rows.
+    """Return the forward, the backward and both of one contender on the same tensors.
+
+    Each backward follows its own, untimed forward, because a second backward through a retained graph does not count
+    rows.
     """
     made: list[Tensor] = []
 
@@ -100,7 +102,7 @@ def passes(call: Contender, tensors: tuple[Tensor, ...], grad: Tensor) -> dict[s
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One row of the grid: tensors [TOKENS / seq_len, heads, seq_len, head_dim], laid out [B, S, H, D]."""
+    """One shape of the grid: tensors [TOKENS / seq_len, heads, seq_len, head_dim] with [B, S, H, D] in memory."""
 
     head_dim: int
     heads: int
@@ -110,14 +112,14 @@ class Shape:
 
 
 def grid() -> list[Shape]:
-    """The shapes that are measured: the full grid, and grouped key heads at two lengths."""
+    """Return the measured shapes: the full grid, and grouped-query attention at two lengths."""
     shapes = [Shape(d, h, h, n, causal) for d, h in WIDTHS for causal in (True, False) for n in LENGTHS]
     grouped = [Shape(d, h, h // 8, n, True) for d, h in WIDTHS for n in (2048, 8192)]
     return shapes + grouped
 
 
 class _Plain(torch.autograd.Function):
-    """The same kernels with every statistic off: nothing is counted, and no rounding residual is kept."""
+    """Foreshock's kernels without statistics: they do not count rows, nor store the rounding residual."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
@@ -143,7 +145,7 @@ class _Plain(torch.autograd.Function):
 
 
 def foreshock(shape: Shape, mode: Mode, device: str = "cuda") -> Contender:
-    """With statistics of all rows."""
+    """Return foreshock's attention with statistics of all rows, with all heads in `mode`."""
     state = new_state(shape.heads, device)
     modes = torch.full((shape.heads,), int(mode), dtype=torch.int32, device=device)
     note_modes(modes, [mode] * shape.heads)  # as an agent does
@@ -154,7 +156,7 @@ def foreshock(shape: Shape, mode: Mode, device: str = "cuda") -> Contender:
 
 
 def sdpa(shape: Shape, backend: SDPBackend) -> Contender:
-    """PyTorch's attention by one of its backends."""
+    """Return PyTorch's attention with one of its backends."""
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with sdpa_kernel(backend):
@@ -166,7 +168,7 @@ def sdpa(shape: Shape, backend: SDPBackend) -> Contender:
 
 
 def contenders(shape: Shape) -> dict[str, Contender]:
-    """Who is timed on a shape, by the name of its column."""
+    """Return the implementations that are timed on a shape, by column name."""
     return {
         "foreshock": foreshock(shape, Mode.PLAIN),
         "foreshock_plain": lambda q, k, v: _Plain.apply(q, k, v, shape.causal),  # type: ignore[no-untyped-call]
@@ -176,7 +178,7 @@ def contenders(shape: Shape) -> dict[str, Contender]:
 
 
 def modes_beside_plain(shape: Shape, device: str = "cuda") -> dict[str, Contender]:
-    """Plain heads, heads in every mode that kernels serve, and cuDNN, all with statistics of all rows."""
+    """Return attention with plain heads and with each mode, with statistics of all rows, and cuDNN."""
     ours = {name: foreshock(shape, mode, device) for name, mode in {_PLAIN_HEADS: Mode.PLAIN, **_MODES}.items()}
     return {**ours, "sdpa_cudnn": sdpa(shape, SDPBackend.CUDNN_ATTENTION)}
 
@@ -188,7 +190,7 @@ def timed(
     which_passes: Iterable[str] = PASSES,
     device: str = "cuda",
 ) -> list[Cell]:
-    """The cells of one shape, one per pass. A contender that refuses the shape has None and its words on stderr."""
+    """Time one shape and return a cell per pass. A contender that fails has None; its error is printed on stderr."""
     generator = torch.Generator(device).manual_seed(0)
     batch = max(1, TOKENS // shape.seq_len)
 
@@ -203,7 +205,7 @@ def timed(
     for name, call in found.items():
         try:
             runs[name] = passes(call, tensors, grad)
-        except Exception as error:  # a peer's refusal is a result, not a failure of the benchmark
+        except Exception as error:  # a contender may not support a shape; this does not fail the benchmark
             print(f"{name} does not take {shape}: {error}", file=sys.stderr)
     cells = []
     for which in which_passes:
@@ -213,7 +215,7 @@ def timed(
 
 
 def line(cell: Cell, own: str) -> str:
-    """One cell for people: milliseconds of each contender, and how many times as long as `own` it takes."""
+    """Format one cell: milliseconds of each contender, and their ratio to those of `own`."""
     taken = cell["milliseconds"]
     shape = f"D {cell['head_dim']}, {cell['heads']}/{cell['kv_heads']} heads, S {cell['seq_len']}"
     mask = "causal" if cell["causal"] else "full"
@@ -225,8 +227,10 @@ def line(cell: Cell, own: str) -> str:
 
 
 def ratios(cells: Sequence[Cell], own: str) -> dict[str, dict[str, float]]:
-    """How many times as long as `own` each contender takes from S = 2048 on, for each head dim and pass: the geometric
-    mean, the least and the largest. A cell that was refused is left out."""
+    """Return the ratio of each contender's time to that of `own` for S >= 2048, by head dim, pass and contender.
+
+    Each result has the geometric mean, the least and the largest ratio. Failed cells are ignored.
+    """
     found: dict[str, list[float]] = {}
     for cell in cells:
         for name, ms in cell["milliseconds"].items():
@@ -240,7 +244,7 @@ def ratios(cells: Sequence[Cell], own: str) -> dict[str, dict[str, float]]:
 
 
 def main(file: Path | None = None, repeats: int = 15, *, modes: bool = False) -> None:
-    """Measure the grid, or what each mode costs, print it, and write it to `file`. Needs a CUDA GPU."""
+    """Measure the grid, or with `modes` the cost of each mode; print and write it to `file`. Needs a CUDA GPU."""
     option = " --modes" if modes else ""
     if not torch.cuda.is_available():
         raise SystemExit(f"foreshock bench attention{option} needs a CUDA GPU, and PyTorch sees none here")
@@ -258,7 +262,7 @@ def run(
     modes: bool,
     device: str = "cuda",
 ) -> None:
-    """Time every shape in turn, print its lines, and write all that is known to `file`."""
+    """Time each shape and print its results; after each shape, write all results so far to `file`."""
     began, own = time.monotonic(), _PLAIN_HEADS if modes else _OWN
     cells: list[Cell] = []
 

@@ -1,8 +1,9 @@
-"""What the detectors cost a sample: 80 layers of 64 heads on one core, words to verdicts, blocks that close included.
+"""CPU time of the detectors per sample, for 80 layers of 64 heads on one core, from statistics to verdicts.
 
-Two courses of 10,000 steps, sampled every 10: healthy heads, and one layer whose heads all drift (verdicts and
-forecasts are worked out as well). Each course is played several times, and a sample counts with the least time that it
-took, since other programs only ever add to it. The mean is the figure; the slowest samples close a block.
+There are two synthetic runs of 10,000 steps with a sample every 10 steps: one with only healthy heads, and one with a
+layer whose heads all drift, which adds the cost of verdicts and forecasts. Each run is repeated, and each sample counts
+with its least time, because other programs can only add time. The result is the mean over samples; the slowest samples
+are those that close a block.
 """
 
 import json
@@ -26,7 +27,7 @@ Course = list[tuple[int, Words]]
 
 
 def course(*, drifting: bool, layers: int = LAYERS) -> Course:
-    """Steps and words, 100 steps apart; the samples between repeat the last."""
+    """Generate a run: pairs of a step and statistics (`Words`), 100 steps apart."""
     random, count = np.random.default_rng(0), layers * HEADS
     level = random.uniform(-8, 8, count)
     samples = []
@@ -47,7 +48,7 @@ def course(*, drifting: bool, layers: int = LAYERS) -> Course:
 
 
 def judged(played: Course, every: int = 10) -> Iterator[tuple[float, list[wire.Verdict]]]:
-    """The microseconds of processor time that each sample of a course took, and its verdicts."""
+    """Yield the CPU time of each sample in microseconds, and its verdicts; samples in between repeat the statistics."""
     heads = [(layer, head) for layer in range(len(played[0][1]) // HEADS) for head in range(HEADS)]
     detectors, modes = Detectors(heads), np.zeros(len(heads), dtype=np.int32)
     for end, words in played:
@@ -60,7 +61,7 @@ def judged(played: Course, every: int = 10) -> Iterator[tuple[float, list[wire.V
 
 
 def main(report: Path | None = None, passes: int = 12) -> dict[str, Any]:
-    """Measure both courses, print and write JSON. Call it with OMP_NUM_THREADS=1 on a quiet core."""
+    """Measure both runs, print the results and write them as JSON. Use OMP_NUM_THREADS=1 on an idle core."""
     result: dict[str, Any] = {"layers": LAYERS, "heads": HEADS, "passes": passes, "cores": len(os.sched_getaffinity(0))}
     for name, drifting in (("healthy", False), ("a layer drifts", True)):
         played = course(drifting=drifting)

@@ -1,9 +1,9 @@
-"""What the service takes in: batches a second, and under overload. `foreshock bench ingest`.
+"""Ingest throughput of the service, and its behaviour under overload: `foreshock bench ingest`.
 
-A real service process on 127.0.0.1 is driven by two processes of clients with many connections, one batch under way on
-each. They share the machine's cores, so only the standard library lies between a client and its socket, and a client
-puts its numbers into a batch that was written before; the figures have the clients' share of the cores. Each batch
-holds one sample, as agents send them: every statistic of 144 heads, their modes, norms and risks, and every scalar.
+Two client processes send to a real service process on 127.0.0.1 over many connections, with one batch in flight on
+each. Clients and service share the CPU cores. To keep clients cheap, they use only the standard library and insert
+their numbers into a prepared batch; the report includes their CPU time. Each batch contains one sample as agents send
+it: all statistics of 144 heads, their modes, norms and risks, and all scalars.
 """
 
 import asyncio
@@ -31,17 +31,17 @@ from foreshock.server.testing import FakeRank, LiveService
 LAYERS: Final = 12
 HEADS: Final = 12
 CLIENTS: Final = 32
-"""Connections that keep two cores busy; the overload has ten times as many."""
+"""Number of connections, enough to keep two cores busy; the overload has ten times as many."""
 UNLIMITED: Final = 1e9
-"""Batches a second that a token may send for one run: the service is measured, not its fairness."""
+"""Rate limit of a run in batches per second, so high that it does not affect the measurement."""
 _RANK: Final = FakeRank(run="the-run", boot="the-boot", layers=LAYERS, heads=range(HEADS))
 _SINCE, _STEP, _SEQUENCE = 90_000_000_001, 90_000_000_002, 90_000_000_003
 
 
 def main(json_path: Path | None = None, *, seconds: float = 20.0, database_url: str | None = None) -> dict[str, Any]:
-    """Measure, print and write JSON; the figures. The overload takes three times `seconds`.
+    """Measure, print the results, write them as JSON, and return them. The overload takes three times `seconds`.
 
-    `database_url` names a PostgreSQL database that may be written to; without one a new SQLite file is used.
+    database_url: a PostgreSQL database that may be overwritten; by default a new SQLite file is used.
     """
     address = {} if database_url is None else {"FORESHOCK_DATABASE_URL": database_url, "FORESHOCK_MIGRATE": "true"}
     name = f"bench-{time.time_ns():x}"
@@ -60,7 +60,7 @@ def main(json_path: Path | None = None, *, seconds: float = 20.0, database_url: 
 
 
 def written(report: dict[str, Any], json_path: Path | None) -> dict[str, Any]:
-    """The report, once it is printed and in its file."""
+    """Print the report, write it to `json_path` if given, and return it."""
     text = json.dumps(report, indent=2)
     print(text)
     if json_path is not None:
@@ -69,48 +69,48 @@ def written(report: dict[str, Any], json_path: Path | None) -> dict[str, Any]:
 
 
 def cpu_seconds(service: LiveService) -> float:
-    """Processor seconds that the service has taken so far."""
+    """Return the CPU time of the service so far, in seconds."""
     times = psutil.Process(service.pid).cpu_times()
     return float(times.user + times.system)
 
 
 def memory_bytes(service: LiveService) -> int:
-    """Of the service's process."""
+    """Return the resident memory of the service."""
     return int(psutil.Process(service.pid).memory_info().rss)
 
 
 @dataclass
 class Load:
-    """What some clients do. Client i sends as rank i to run i, modulo the number of runs."""
+    """Load from several clients. Client i sends as rank i of run i modulo `runs`."""
 
     url: str
     clients: int
     runs: int
     seconds: float
     name: str
-    """Tells this load's runs and boots from another's."""
+    """Prefix of the names of runs and process instances, unique for each load."""
     every_seconds: float = 0.0
-    """Between two batches of a client; 0: it sends the next one at once."""
+    """Interval between two batches of a client; 0: without a pause."""
     every_steps: int = 1
-    """Between two samples of a client."""
+    """Steps between two samples of a client."""
 
 
 @dataclass
 class Result:
-    """What clients saw of a load."""
+    """Responses to the clients of a load."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     latencies: list[float] = field(default_factory=list)
-    """Seconds from the first byte sent to the last byte read of each stored batch."""
+    """Seconds from the first byte sent to the last byte received, for each stored batch."""
     retry_after: int = 0
-    """How many of the 429 carried a Retry-After header."""
+    """Number of responses 429 with a Retry-After header."""
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    """Processor time of all clients, their start left out."""
+    """CPU time of all clients, without their start-up."""
 
 
 def loaded(service: LiveService, load: Load) -> dict[str, Any]:
-    """What a load came to."""
+    """Run a load and return its figures, with the memory of the service before and after."""
     before, memory = cpu_seconds(service), memory_bytes(service)
     result = run_load(load)
     figures = figures_of(result, cpu_seconds(service) - before)
@@ -118,7 +118,7 @@ def loaded(service: LiveService, load: Load) -> dict[str, Any]:
 
 
 def figures_of(result: Result, cpu_seconds: float) -> dict[str, Any]:
-    """What clients saw, and what it cost the service."""
+    """Summarise throughput, latency and CPU time, and the fractions of status codes."""
     answered, stored = result.statuses.total(), max(1, result.statuses[200])
     half, most = np.quantile(result.latencies or [np.nan], [0.5, 0.99]).tolist()
     return {
@@ -138,7 +138,7 @@ def figures_of(result: Result, cpu_seconds: float) -> dict[str, Any]:
 
 
 def template() -> bytes:
-    """A batch of one sample with every metric of all heads; its numbers are put in by `body`."""
+    """Return a batch of one sample with every metric of all heads; `body` inserts its numbers."""
     norms = Array.of(np.linspace(1.0, 20.0, _RANK.count).astype(np.float32))
     known = {"since_step": _SINCE, "query_norm": norms, "key_norm": norms, "query_key_norm": norms}
     sample = _RANK.sample(_STEP, since=0).model_copy(update=known)
@@ -146,14 +146,14 @@ def template() -> bytes:
 
 
 def body(shape: bytes, number: int, every_steps: int = 1) -> bytes:
-    """The batch of that number."""
+    """Return batch `number`: the template with its sequence number and steps."""
     for one, value in ((_SEQUENCE, number), (_STEP, number * every_steps), (_SINCE, (number - 1) * every_steps)):
         shape = shape.replace(b"%d" % one, b"%d" % value)
     return shape
 
 
 async def _post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sent: bytes) -> tuple[int, bytes]:
-    """Send a batch: the status of the answer, and its head in small letters."""
+    """Send a batch; return the status of the response, and its headers in lower case."""
     writer.write(
         b"POST /v1/batches HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n" % len(sent) + sent
@@ -164,7 +164,7 @@ async def _post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sent
 
 
 async def _client(load: Load, number: int, shape: bytes, began: float, result: Result) -> None:
-    """The client's first batch describes its process, as an agent's does."""
+    """Send batches until the load ends; the first one describes the process, as an agent's does."""
     address, described = urlsplit(load.url), _RANK.batch(_RANK.started()).model_dump_json().encode()
     for old, new in (
         (b'"the-boot"', b'"%s-%d"' % (load.name.encode(), number)),
@@ -204,7 +204,7 @@ def _process(load: Load, numbers: Sequence[int]) -> Result:
 
 
 def run_load(load: Load) -> Result:
-    """Let the clients, spread over two processes, send for `seconds`; what they saw, together."""
+    """Run the clients of a load in two processes, and return their merged results."""
     shares = [range(number, load.clients, 2) for number in range(min(2, load.clients))]
     with ProcessPoolExecutor(len(shares), multiprocessing.get_context("spawn")) as pool:
         parts = list(pool.map(partial(_process, load), shares))

@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""Description of the machine for result files."""
 
 import os
 import platform
@@ -15,8 +15,7 @@ _PACKAGES: Final = ("torch", "fastapi", "uvicorn", "uvloop", "httptools", "sqlal
 
 
 def header(command: str) -> dict[str, Any]:
-    """How a result file begins: the command that made it, the day (UTC), the commit, the GPU or the processors, and the
-    versions that matter for speed."""
+    """Return the header of a result file: command, date (UTC), commit, GPU or CPU, and versions that affect speed."""
     asked = ("git", "rev-parse", "--short", "HEAD")
     commit = subprocess.run(asked, capture_output=True, text=True, check=False, cwd=Path(__file__).parent).stdout
     versions: dict[str, Any] = {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}

@@ -1,7 +1,7 @@
-"""The page of a run of 1,000,000 steps of 80 layers x 64 heads in a real Chromium. `foreshock bench page`.
+"""Load time of a large run's page in Chromium: `foreshock bench page`.
 
-The time is the browser's own, from the start of the navigation to the frame after the last chart. Browser and service
-share the machine's cores.
+The run has 1,000,000 steps of 80 layers x 64 heads. The browser measures the time from the start of the navigation to
+the frame after the last chart. Browser and service share the CPU cores.
 """
 
 import shutil
@@ -33,7 +33,7 @@ _FLAGS: Final = (
     "force-device-scale-factor=1",
 )
 WINDOW: Final = 1280, 4000
-"""Pixels; it shows the whole page, which loads only what can be seen."""
+"""Window size in pixels, large enough for the whole page, because charts outside the window are not loaded."""
 _WATCH: Final = """
 const look = () => {
   const heads = document.querySelector("section[aria-label='Layer by head'] canvas");
@@ -47,7 +47,7 @@ requestAnimationFrame(look);
 
 
 def headless(binary: str, driver: str, profile: Path) -> Chrome:
-    """A Chromium without a window, with a fresh profile."""
+    """Start Chromium in headless mode with a new profile."""
     options = ChromeOptions()
     options.binary_location = binary
     for flag in (*_FLAGS, f"user-data-dir={profile}"):
@@ -57,7 +57,7 @@ def headless(binary: str, driver: str, profile: Path) -> Chrome:
 
 
 def main(json_path: Path | None = None, *, repeats: int = 7) -> dict[str, Any]:
-    """Measure, print and write JSON; the figures. Raises RuntimeError without a Chromium and its driver."""
+    """Measure, print the results, write them as JSON, and return them. Raises RuntimeError if Chromium is missing."""
     binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not binary or not driver:
         raise RuntimeError("needs chromium and chromedriver on the PATH; install them")
@@ -82,7 +82,7 @@ def main(json_path: Path | None = None, *, repeats: int = 7) -> dict[str, Any]:
 
 
 def _opened(chrome: Chrome, service: LiveService) -> float:
-    """The seconds until the last chart, of one time that the page is opened."""
+    """Open the page once, and return the seconds until its last chart."""
     chrome.get("about:blank")
     chrome.get(f"{service.url}/?runs=wide")
     return float(WebDriverWait(chrome, 120).until(lambda one: one.execute_script("return window.drawnAt"))) / 1000

@@ -1,8 +1,8 @@
-"""What the service costs at scale: a long run of a wide model, many ranks, many runs. `foreshock bench service`.
+"""Cost of the service at scale, with a long run of a wide model, many ranks and many runs: `foreshock bench service`.
 
-Cost is processor time of the service's process, which other work on the machine changes little; `wall` is what a reader
-waits. The long run has 1,000,000 steps of 80 layers x 64 heads, eight samples in every 1024 steps. The service rolls up
-its first span, and the rows of that span are copied to the others: 7,800 samples would be 7 GB.
+The cost is the CPU time of the service process, which depends little on other programs; `wall` is the response time.
+The long run has 1,000,000 steps of 80 layers x 64 heads, with eight samples in every span of 1024 steps. Its 7,800
+samples would take 7 GB, so the service rolls up only the first span, whose rows are then copied to the others.
 """
 
 import sqlite3
@@ -27,16 +27,16 @@ _LAST_SPAN: Final = 975
 _SPAN: Final = 1024
 _REPEATS: Final = 5
 _SECONDS: Final = 10.0
-"""Of the load of 256 ranks."""
+"""Duration of each load with 256 ranks."""
 _LINE: Final = "head.score_max"
 _CHARTS: Final = [m.key for m in HEAD_METRICS if m.chart is not None and m.chart < MORE_CHARTS]
 _PAGE: Final = ["run.loss", *(f"{key}{place}" for key in _CHARTS for place in (":0:1", ":0", ":1", ":2", ":3"))]
 CURVES_OF_PAGE: Final = "line=" + "&line=".join(_PAGE)
-"""What the page of a run asks for: each first chart with one head and the worst heads of four layers."""
+"""The query of a run's page: for each of the first charts, one head and the worst heads of four layers."""
 
 
 def main(json_path: Path | None = None) -> dict[str, Any]:
-    """Measure, print and write JSON; the figures."""
+    """Measure, print the results, write them as JSON, and return them."""
     report = machine.header("foreshock bench service --json FILE")
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -67,7 +67,7 @@ def main(json_path: Path | None = None) -> dict[str, Any]:
 
 
 def send_long_run(client: httpx.Client, file: Path) -> None:
-    """The run `wide` to a service that has its store in this file: 1,000,000 steps of 80 layers x 64 heads."""
+    """Send the run `wide`, 1,000,000 steps of 80 layers x 64 heads, to a service whose SQLite store is `file`."""
     spans = (0, _LAST_SPAN, _LAST_SPAN + 1)
     steps = (span * _SPAN + step for span in spans for step in range(64, _SPAN, 128))
     _send(client, FakeRank(run="wide", layers=80, heads=range(64)), steps)
@@ -81,7 +81,7 @@ def _send(client: httpx.Client, rank: FakeRank, steps: Iterable[int]) -> None:
 
 
 def _cost(service: LiveService, client: httpx.Client, path: str) -> dict[str, Any]:
-    """Of one answer: the least processor time, the median time, and the size."""
+    """Return the least CPU time, the median response time and the size of a response."""
     cpu, wall, size = [], [], 0
     for _ in range(_REPEATS):
         before, began = cpu_seconds(service), time.perf_counter()
@@ -92,7 +92,7 @@ def _cost(service: LiveService, client: httpx.Client, path: str) -> dict[str, An
 
 
 def _size_rolled_up(file: Path) -> int:
-    """Wait until all spans but the newest are rolled up; the bytes of the store."""
+    """Wait until all spans except the newest are rolled up, and return the size of the store in bytes."""
     due = "SELECT 1 FROM rollup_spans s WHERE built != changed AND span < (SELECT max(span) FROM rollup_spans"
     with closing(sqlite3.connect(file, timeout=60.0)) as store:
         while store.execute(f"{due} WHERE run_id = s.run_id)").fetchone():
@@ -102,7 +102,7 @@ def _size_rolled_up(file: Path) -> int:
 
 
 def _copy_first_span(file: Path) -> None:
-    """Wait until the first span of `wide` is rolled up, and copy what is drawn of it to the others."""
+    """Wait until the first span of `wide` is rolled up, and copy the rows that charts need to the other spans."""
     _size_rolled_up(file)
     own = {column.name: column.name for column in rollups.columns}
     copied = ", ".join((own | {"span": "spans.n"}).values())
