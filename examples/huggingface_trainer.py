@@ -1,4 +1,4 @@
-"""The Trainer of transformers: one callback, nothing else changes.
+"""Use foreshock with the Trainer of transformers: add one callback.
 
 python examples/huggingface_trainer.py --url http://127.0.0.1:8765     # with a service: foreshock serve
 """
@@ -15,7 +15,7 @@ from foreshock.callbacks import TransformersCallback
 
 
 class Text(torch.utils.data.Dataset[dict[str, Any]]):
-    """Bytes of a module of the standard library, in pieces of 64."""
+    """Bytes of a module of the standard library, in sequences of 64."""
 
     def __init__(self) -> None:
         self.tokens = torch.tensor(list(Path(random.__file__).read_bytes()))

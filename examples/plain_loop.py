@@ -1,9 +1,9 @@
-"""A training loop of your own: attach before it, `agent.step` after every optimizer step.
+"""Use foreshock in a custom training loop: call `attach` before it, and `agent.step` after every optimizer step.
 
-    python examples/plain_loop.py                     # detects and acts alone
-    python examples/plain_loop.py --url http://127.0.0.1:8765   # and shows it: foreshock serve
+    python examples/plain_loop.py                               # detects and switches without a service
+    python examples/plain_loop.py --url http://127.0.0.1:8765   # also shows the run: start `foreshock serve` first
 
-The attention below is nanoGPT's: it calls F.scaled_dot_product_attention and knows nothing of foreshock.
+The attention below is nanoGPT's: it calls F.scaled_dot_product_attention and does not depend on foreshock.
 """
 
 import argparse

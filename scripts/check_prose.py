@@ -1,4 +1,4 @@
-"""Counts the words to avoid in pages and in the code: a count may not rise."""
+"""Count the words to avoid in pages and in the code, and fail if a count rises."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ AT_MOST: Final = {".md": 1, ".py": 40}
 
 
 def main() -> int:
-    """Print where words to avoid are if there are more of them than before; 1 in that case."""
+    """Return 1, and print the files with words to avoid, if there are more of them than AT_MOST."""
     command = ["git", "ls-files", "--", "*.md", "*.py", ":!tests"]
     listed = set(subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split()) - EXEMPT
     risen = 0

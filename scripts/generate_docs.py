@@ -1,8 +1,8 @@
-"""Write the generated pages of docs/, the page's types, boards and alert rules; --check says what is stale.
+"""Write the generated pages of docs/, the page's types, boards and alert rules; --check lists stale files.
 
-Commands come from the command line's own definitions, settings and configuration from their typed models, routes and
-the page's types from the service's OpenAPI document, modes from their list: what is not documented does not exist, and
-what changes shows up in `make check`.
+Commands come from the definitions of the command line, settings from their models, routes and the page's types from the
+service's OpenAPI document, and modes from their list. So the pages are complete, and `make check` fails if they differ
+from the code.
 """
 
 import re
@@ -34,7 +34,7 @@ NOTE = f"<!-- {BY} `make docs` writes it, `make check` compares it. -->\n"
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """A Markdown table whose columns line up."""
+    """Format a Markdown table with aligned columns."""
     cells = [tuple(cell.replace("|", "\\|").replace("\n", " ") for cell in row) for row in (head, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     for number, row in enumerate(cells):
@@ -44,7 +44,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def commands() -> Iterator[str]:
-    """Every command with its arguments and options; an option of many commands once."""
+    """Document all commands with their arguments and options; options of many commands are listed once."""
     every = list(_commands(typer.main.get_command(app), "foreshock"))
     times = Counter(line for *_, lines in every for line in lines)
     shared = {line: line.split("`")[1].split()[0] for line, found in times.items() if found > 10}
@@ -60,7 +60,7 @@ def commands() -> Iterator[str]:
 
 
 def _commands(command: Any, path: str) -> Iterator[tuple[str, str, list[str]]]:
-    """A command and those below it: the path, what it does, and a line for each argument and option."""
+    """Yield a command and its subcommands: path, help, and a line for each argument and option."""
     context = typer.Context(command)
     records = [parameter.get_help_record(context) for parameter in command.get_params(context)]
     lines = [f"* `{names}`: {meaning}" for names, meaning in filter(None, records) if names != "--help"]
@@ -70,7 +70,7 @@ def _commands(command: Any, path: str) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def model(kind: type[BaseModel]) -> Iterator[str]:
-    """Every field of a settings model with its environment variables; the fields of a field follow it."""
+    """Document the fields of a settings model, with their environment variables and the fields of nested models."""
     rows = []
     for name, field in kind.model_fields.items():
         value = field.get_default(call_default_factory=False)
@@ -87,14 +87,14 @@ def model(kind: type[BaseModel]) -> Iterator[str]:
 
 
 def variables_of(field: FieldInfo, name: str) -> list[str]:
-    """The variables that a field is read from, the one that wins first."""
+    """Return the environment variables of a field, in the order of precedence."""
     alias = field.validation_alias
     choices = map(str, alias.choices) if isinstance(alias, AliasChoices) else [f"FORESHOCK_{name.upper()}"]
     return [choice for choice in choices if choice.isupper()]
 
 
 def settings() -> Iterator[str]:
-    """The settings of the service and of the agent."""
+    """Document the settings of the service and the agent."""
     yield "# Settings\n"
     for title, kind in (("Service", Settings), ("Agent", AgentConfig)):
         yield f"## {title}\n"
@@ -115,7 +115,7 @@ curl -H "$auth" -H 'Content-Type: application/json' $api/runs/my-run/commands \\
 
 
 def routes() -> Iterator[str]:
-    """Every route of the service."""
+    """Document the routes of the service."""
     yield "# HTTP API\n"
     yield "The service describes itself at `/openapi.json`. Errors are `application/problem+json`."
     yield "With tokens, each request needs the header `Authorization: Bearer TOKEN` ([scopes](../secure.md#tokens)).\n"
@@ -131,7 +131,7 @@ def routes() -> Iterator[str]:
 
 
 def modes() -> Iterator[str]:
-    """Every mode of a head."""
+    """Document the modes of a head."""
     yield "# Modes of a head\n"
     yield (
         "Every mode computes the same attention; only the rounding differs. A head may have several modes, joined by "
@@ -158,7 +158,7 @@ OTHERS = ("FORESHOCK_KERNELS", "FORESHOCK_PROMETHEUS_CONFIG", "FORESHOCK_SECRETS
 
 
 def variables() -> Iterator[str]:
-    """Every variable that something reads, as a module of the contract."""
+    """Generate the module of the contract that lists all environment variables."""
     agents = (each for name, field in AgentConfig.model_fields.items() for each in variables_of(field, name))
     ours = {name for name in (*agents, *Settings.variables(), *OTHERS) if name.startswith("FORESHOCK_")}
     yield "from typing import Final\n"
@@ -173,7 +173,7 @@ PROMISES = ROOT / "tests" / "promises.toml"
 
 
 def proofs() -> dict[str, list[Path]]:
-    """The test files that bear each promise's number, in order."""
+    """Return the test files that are marked with each promise, sorted by path."""
     files: dict[str, list[Path]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for promise in sorted(set(re.findall(r"mark\.promise\(\"(\w+)\"\)", path.read_text()))):
@@ -182,7 +182,7 @@ def proofs() -> dict[str, list[Path]]:
 
 
 def promises() -> Iterator[str]:
-    """Every promise. Raises KeyError for one without a test."""
+    """Document the promises. Raises KeyError for a promise without a test."""
     files = proofs()
     yield "# Promises\n"
     yield "This page is for operators who must know what foreshock guarantees. Tests check every promise:"
@@ -197,10 +197,10 @@ _TYPES = {"string": "string", "integer": "number", "number": "number", "boolean"
 
 
 def page_types() -> Iterator[str]:
-    """The page's types, from the service's OpenAPI document. Raises ValueError for a schema of an unknown kind."""
+    """Generate the page's types from the service's OpenAPI document. Raises ValueError for an unsupported schema."""
     schemas: dict[str, Any] = create_app(Settings()).openapi()["components"]["schemas"]
     parents = {model.__name__: model.__mro__[1].__name__ for model in _models_below(BaseModel)}
-    for name in sorted(schemas.keys() - {"HTTPValidationError", "ValidationError"}):  # FastAPI's own answers
+    for name in sorted(schemas.keys() - {"HTTPValidationError", "ValidationError"}):  # added by FastAPI
         schema = schemas[name]
         if "properties" not in schema:
             yield f"export type {name} = {type_of(schema)};\n"
@@ -224,13 +224,13 @@ def _models_below(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 
 def comment(schema: dict[str, Any], indent: str) -> Iterator[str]:
-    """A schema's description."""
+    """Return the description of a schema as a comment."""
     if text := schema.get("description"):
         yield f"{indent}/** {' '.join(text.split())} */"
 
 
 def type_of(schema: dict[str, Any]) -> str:
-    """A JSON schema as a TypeScript type. Raises ValueError for a kind that it does not know."""
+    """Convert a JSON schema to a TypeScript type. Raises ValueError for an unsupported schema."""
     kind = schema.get("type")
     if "$ref" in schema:
         return str(schema["$ref"]).rsplit("/", 1)[-1]
@@ -250,7 +250,7 @@ def type_of(schema: dict[str, Any]) -> str:
         return _TYPES[kind]
     if not schema.keys() - {"title", "description", "default"}:
         return "unknown"
-    raise ValueError(f"no TypeScript for the schema {schema}; teach it to scripts/generate_docs.py")
+    raise ValueError(f"the schema {schema} is not supported; add it to type_of in scripts/generate_docs.py")
 
 
 _SECTIONS = (
@@ -267,7 +267,7 @@ _SECTIONS = (
 
 
 def metrics() -> Iterator[str]:
-    """Every metric and alert of the catalogue."""
+    """Document all metrics and alerts of the catalogue."""
     yield "# Metrics and alerts\n"
     for title, text, group in _SECTIONS:
         yield f"## {title}\n\n{text}\n"
@@ -304,7 +304,7 @@ PAGES = {
 
 
 def main(check: bool) -> int:
-    """Write or compare every page, board and rule; returns the exit code."""
+    """Write or compare all pages, boards and rules, and return the exit status."""
     texts = {path: note + "\n".join(lines()).rstrip() + "\n" for path, (note, lines) in PAGES.items()}
     texts |= files(GENERATED, Links())
     if not check:

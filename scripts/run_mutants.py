@@ -1,10 +1,10 @@
-"""Changes the rules one replacement at a time, in a copy of the tree, and lists the changes that no test notices.
+"""Mutation testing: apply changes to the code one by one, in a copy of the tree, and list those that no test detects.
 
     .venv/bin/python -P scripts/run_mutants.py [WORD ...]
 
-tests/mutants.toml has the changes and the tests that have to fail. Words choose the files whose path holds one of them.
-Of a change the quickest tests that run its lines are tried first, and all of its tests only if those do not notice it.
-The exit status is 1 if the tests notice fewer than 85 % of the changes, or if a change or its tests no longer fit.
+tests/mutants.toml lists the changes and the tests that have to fail. A file is tested if its path contains any WORD.
+For each change, the fastest tests that execute its lines run first, and all tests of the file only if those pass. The
+exit status is 1 if the tests detect fewer than 85 % of the changes, or if an entry no longer matches the code.
 """
 
 import importlib
@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
-import fastapi  # noqa: F401 - what tests import is imported once, before the processes are forked that run them
+import fastapi  # noqa: F401 - import what tests need once, before the test processes are forked
 import pytest
 import sqlalchemy  # noqa: F401
 import torch  # noqa: F401
@@ -35,13 +35,13 @@ _WANTED: Final = 0.85
 _LOG: Final = "pytest.log"
 _SEEN: Final = "seen.json"
 _MOST_FIRST: Final = 30
-"""Tests that are tried before all of a file's."""
+"""Most tests that run before all tests of a file."""
 _NOTICED: Final = int(pytest.ExitCode.TESTS_FAILED)
 _HUNG: Final = -int(signal.SIGKILL)
 
 
 def main(words: list[str]) -> int:
-    """Run every change of the list against its tests."""
+    """Test every change in the list, and return the exit status."""
     files = tomllib.loads((ROOT / "tests/mutants.toml").read_text())["file"]
     with tempfile.TemporaryDirectory() as folder:
         _copy_to(Path(folder))
@@ -52,7 +52,7 @@ def main(words: list[str]) -> int:
 
 
 def _copy_to(folder: Path) -> None:
-    """Copy the files that git knows, and let this process and its children import and test the copy alone."""
+    """Copy the files tracked by git, and make this process and its children import and test only the copy."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -64,14 +64,14 @@ def _copy_to(folder: Path) -> None:
 
 
 def _of_file(file: dict[str, list[list[str]]]) -> tuple[int, int, int]:
-    """How many changes of a file were noticed, how many were not, and how many could not be tried."""
+    """Return how many changes of a file were detected, how many survived, and how many could not be tested."""
     path, tests = Path("src/foreshock", str(file["path"])), [f"tests/{name}" for name in file["tests"]]
     text, began = path.read_text(), time.monotonic()
     seen = _Seen([], [])
     if _exit_code_of(tests, 600.0, path) == 0:
         seen = _Seen(*json.loads(Path(_SEEN).read_text()))
         seen.import_modules()
-    elif _exit_code_of(tests, 600.0) != 0:  # some need more time than there is while they are watched
+    elif _exit_code_of(tests, 600.0) != 0:  # tracing may have exceeded the time limit
         print(Path(_LOG).read_text(), f"{path}: its tests fail without a change", sep="\n")
         return 0, 0, 1
     most_seconds = 30.0 + 5.0 * (time.monotonic() - began)
@@ -81,11 +81,11 @@ def _of_file(file: dict[str, list[list[str]]]) -> tuple[int, int, int]:
         code = None
         if text.count(old) == 1:
             first = tuple(seen.tests_of(text[: text.index(old)].count("\n") + 1, old.count("\n") + 1))
-            if first not in sound:  # they may need a test that is not among them
+            if first not in sound:  # these tests may depend on others
                 path.write_text(text)
                 sound[first] = bool(first) and _exit_code_of([*first], most_seconds) == 0
             path.write_text(text.replace(old, new))
-            os.utime(path, (number, number))  # another time than that of the compiled file
+            os.utime(path, (number, number))  # so that Python does not use the stale compiled file
             code = _exit_code_of([*first], most_seconds) if sound[first] else None
             if code not in (_NOTICED, _HUNG):
                 code = _exit_code_of(tests, most_seconds)
@@ -101,27 +101,27 @@ def _of_file(file: dict[str, list[list[str]]]) -> tuple[int, int, int]:
 
 
 class _Seen(NamedTuple):
-    """What was seen while the tests ran without a change."""
+    """Observations from running the tests without a change."""
 
     tests: list[tuple[float, str, list[int]]]
-    """seconds, test, and the lines of the file that it ran"""
+    """seconds, test, and the lines of the file that the test executed"""
     modules: list[str]
-    """of other projects, that the tests import"""
+    """modules of other projects that the tests import"""
 
     def tests_of(self, line: int, lines: int) -> list[str]:
-        """The quickest tests that ran some of so many lines from `line` on, the quickest first."""
+        """Return tests that executed any of `lines` lines from `line`, the fastest first."""
         wanted = set(range(line, line + lines))
         return [test for _, test, ran in sorted(self.tests) if not wanted.isdisjoint(ran)][:_MOST_FIRST]
 
     def import_modules(self) -> None:
-        """Import what tests import once, before the processes are forked that run them."""
+        """Import the modules once, before the test processes are forked."""
         for module in self.modules:
-            with suppress(Exception):  # parts of a package that its own modules alone may import
+            with suppress(Exception):  # some submodules can only be imported by their own package
                 importlib.import_module(module)
 
 
 class _Watcher:
-    """A plugin of pytest: writes down what `_Seen` holds, of the file at `path`."""
+    """A pytest plugin that records the fields of `_Seen` for the file at `path`."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lines = str(path.resolve()), set[int]()
@@ -152,7 +152,7 @@ class _Watcher:
 
 
 def _exit_code_of(tests: list[str], most_seconds: float, watched: Path | None = None) -> int | None:
-    """What pytest returns for these tests, in a process of its own that is stopped after so many seconds."""
+    """Run these tests in a child process that is killed after `most_seconds`, and return the exit status of pytest."""
     process = get_context("fork").Process(target=_run, args=(tests, watched))
     process.start()
     process.join(most_seconds)
@@ -167,7 +167,7 @@ def _run(tests: list[str], watched: Path | None) -> None:
     log = os.open(_LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    imported = "ignore::pytest.PytestAssertRewriteWarning"  # of plugins that are imported already
+    imported = "ignore::pytest.PytestAssertRewriteWarning"  # for plugins that are already imported
     plugins = [] if watched is None else [_Watcher(watched)]
     sys.exit(int(pytest.main(["-x", "-q", "-W", imported, "-p", "no:cacheprovider", *tests], plugins)))
 
