@@ -1,20 +1,20 @@
-# `make demo` and `make test` do all their own set-up from a bare clone.
+# `make demo` and `make test` work in a new clone: they create .venv and install what they need.
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 BIN := .venv/bin
-# -P: with the repository root on the path our kernels/ would shadow Hugging Face's package `kernels`.
+# -P keeps the repository root off sys.path, where kernels/ would shadow the package `kernels` of Hugging Face.
 PY := $(BIN)/python -P
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# What codespell reads: words of people, not data.
+# Files that codespell checks: text and code, but not data.
 PROSE := *.md docs scripts examples $(shell git ls-files 'src/foreshock/*.py' 'src/foreshock/*.md')
 
-# Tests start hundreds of processes; where this is set, each of them compiles every module anew.
+# Tests start hundreds of processes; with this variable, each of them would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: site help demo demo-train test test-full faults-long mutants check check-types check-rest format docs servers clean
 
-help: ## this list
+help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 .venv/bin/python:
@@ -36,40 +36,40 @@ help: ## this list
 	@$(INSTALL) --editable '.[dev]'
 	@touch $@ .venv/.demo .venv/.server
 
-demo: .venv/.server ## recorded failures beside the run that was switched, played on the live page (two minutes, no PyTorch)
+demo: .venv/.server ## replay recorded failures next to a switched run on the live page (two minutes, no PyTorch)
 	@$(PY) -m foreshock demo $(ARGS)
 
-demo-train: .venv/.demo ## the same kind of drift in a small GPT that is trained here (PyTorch; five minutes)
+demo-train: .venv/.demo ## train a small GPT on this machine until it drifts (PyTorch; five minutes)
 	@$(PY) -m foreshock demo --train $(ARGS)
 
-servers: ## Prometheus, Alertmanager, PostgreSQL and Chromium for the tests, from Debian's packages
+servers: ## install Prometheus, Alertmanager, PostgreSQL and Chromium for the tests, from Debian's packages
 	@scripts/install-servers
 
-# One thread a process: more would wait for each other's cores. One process more than two cores: many tests wait for
-# a service (6 minutes 45 seconds in place of 8 minutes).
+# One thread per process, because more threads would compete for the cores. Three processes on two cores, because many
+# tests wait for a service (6 minutes 45 seconds instead of 8 minutes).
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest
 WORKERS ?= 3
-# ARGS may name tests of which one of the two calls runs none.
+# pytest exits with 5 if it selects no test, which one of the two calls may do with ARGS.
 OR_NONE = $(if $(ARGS),|| test $$? = 5)
 
-test: .venv/.dev servers ## the tests, with the real servers, but for those that take long
+test: .venv/.dev servers ## run the tests, with real servers, except slow ones
 	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not alone" $(ARGS) $(OR_NONE)
 	@$(PYTEST) -m alone $(ARGS) $(OR_NONE)
 
-test-full: .venv/.dev servers ## the tests that `test` leaves out: kernels in the interpreter, the whole demo, from end to end
+test-full: .venv/.dev servers ## run the slow tests: kernels in Triton's interpreter, the whole demo, end-to-end tests
 	@$(PYTEST) --tier full -n $(WORKERS) --dist loadfile -m "full and not alone" $(ARGS) $(OR_NONE)
 	@$(PYTEST) --tier full -m "full and alone" $(ARGS) $(OR_NONE)
 
-faults-long: .venv/.dev servers ## kills, fuzz and soak at the promised sizes; hours
+faults-long: .venv/.dev servers ## run the crash, fuzz and soak tests at the promised sizes; takes hours
 	@$(PY) -m pytest tests/faults tests/server --tier long $(ARGS)
 
-mutants: .venv/.dev servers ## changes of the rules that the tests have to notice (tests/mutants.toml); an hour
+mutants: .venv/.dev servers ## mutation tests: check that tests detect the changes in tests/mutants.toml; takes an hour
 	@$(PY) scripts/run_mutants.py $(ARGS)
 
-check: .venv/.dev ## formatter, linter, strict types, import contracts, generated files
+check: .venv/.dev ## check format, lint, types, import contracts, generated files, spelling and documentation
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync check-types check-rest
 
-check-types: .venv/.dev # most of the time
+check-types: .venv/.dev # takes longest, so it starts first
 	@$(BIN)/mypy
 
 check-rest: .venv/.dev
@@ -81,14 +81,14 @@ check-rest: .venv/.dev
 	@$(PY) scripts/check_prose.py
 	@$(MAKE) --no-print-directory site
 
-format: .venv/.dev ## let the formatter write
+format: .venv/.dev ## format the code, and fix lint errors that can be fixed automatically
 	@$(BIN)/ruff check --fix --exit-zero --quiet . && $(BIN)/ruff format .
 
-docs: .venv/.dev ## the reference pages, boards and rules that are made from the code
+docs: .venv/.dev ## generate the reference pages, boards and rules from the code
 	@$(PY) scripts/generate_docs.py
 
-site: .venv/.dev ## the documentation, strict, in build/site/index.html; it needs no network
+site: .venv/.dev ## build the documentation in build/site/index.html, with warnings as errors; works offline
 	@$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --doctree-dir build/doctrees docs build/site
 
-clean: ## remove what the build made
+clean: ## remove build files and caches
 	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
