@@ -45,7 +45,7 @@ def main() -> None:
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
     )
-    callback = TransformersCallback(run="trainer", url=chosen.url, policy="auto")  # the one line
+    callback = TransformersCallback(run="trainer", url=chosen.url, policy="auto")  # adds foreshock
     Trainer(model, arguments, train_dataset=Text(), callbacks=[callback]).train()
 
 

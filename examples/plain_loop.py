@@ -60,7 +60,7 @@ def main() -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    with attach(model, run="plain-loop", url=chosen.url, policy="auto") as agent:  # the one line
+    with attach(model, run="plain-loop", url=chosen.url, policy="auto") as agent:  # attaches foreshock
         for step in range(1, chosen.steps + 1):
             starts = torch.randint(len(text) - 65, (8,))
             batch = torch.stack([text[start : start + 65] for start in starts.tolist()])

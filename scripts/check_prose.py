@@ -10,8 +10,8 @@ from typing import Final
 ROOT = Path(__file__).resolve().parents[1]
 EXEMPT = frozenset(
     {
-        "CHANGELOG.md",  # one line for each change, however long
-        "src/foreshock/lab/NOTEBOOK.md",  # a record of experiments, unchanged
+        "CHANGELOG.md",  # has one line for each change, of any length
+        "src/foreshock/lab/NOTEBOOK.md",  # a record of experiments, which is not edited
         "scripts/check_prose.py",
     }
 )

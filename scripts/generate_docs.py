@@ -154,7 +154,7 @@ def modes() -> Iterator[str]:
 
 
 OTHERS = ("FORESHOCK_KERNELS", "FORESHOCK_PROMETHEUS_CONFIG", "FORESHOCK_SECRETS", "FORESHOCK_TEXTS", "FORESHOCK_URL")
-"""Variables of the kernels, of docker-compose.yml, of the laboratory and of the command line."""
+"""Variables that are not settings: of kernels, docker-compose.yml, the laboratory and the command line."""
 
 
 def variables() -> Iterator[str]:

@@ -150,12 +150,12 @@ def test_a_shift_in_attention_that_runs_in_float32_is_not_called_this_rounding(t
             "fails",
             "tagger_model:fails() failed with RuntimeError: the data are not mounted (tagger_model.py, line",
         ),
-        ("gives_nothing", "is no function that returns (model, loss)"),
-        ("gives_a_number", "loss() gave no tensor of one number with its graph, but a float"),
-        ("gives_many_losses", "loss() gave no tensor of one number with its graph, of shape [1, 20, 40]"),
-        ("without_a_graph", "loss() gave no tensor of one number with its graph, of shape []"),
+        ("gives_nothing", "must return (model, loss), where loss() returns"),
+        ("gives_a_number", "loss() must return a tensor of one number that requires grad, but returned a float"),
+        ("gives_many_losses", "that requires grad, but returned one of shape [1, 20, 40]"),
+        ("without_a_graph", "that requires grad, but returned one of shape []"),
         ("with_one_batch", "batch 2 of 2 failed with StopIteration"),
-        ("nowhere", "tests.lab.tagger_model has none that is called 'nowhere'"),
+        ("nowhere", "tagger_model has no callable 'nowhere'"),
     ],
 )
 def test_what_is_wrong_in_a_persons_own_code_is_a_sentence_that_names_the_place(
@@ -217,7 +217,7 @@ def test_a_head_far_from_zero_is_a_finding_without_any_warning() -> None:
     [
         (["nothing.jsonl.gz"], "there is no trace at nothing.jsonl.gz; the recorded runs are"),
         (["{folder}/other.pt"], "other.pt is neither a trace (.trace.xz or .jsonl.gz) nor module:factory"),
-        (["math:pi"], "names no function: math has none"),
+        (["math:pi"], "math:pi is not a function: the module math has no callable 'pi'"),
         (["some-run"], "For a run of the service use foreshock incidents"),
     ],
 )

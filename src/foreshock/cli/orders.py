@@ -50,8 +50,8 @@ def switch(
 ) -> None:
     """Switch heads of a running training to another mode and wait for the agent's answer; or undo or stop a switch.
 
-    Exit code 0: done. 3: ordered, and no agent has answered yet. 4: answered, and not done (refused, expired,
-    rejected). 1: not ordered.
+    Exit code 0: done. 3: sent, but not answered by an agent yet. 4: answered, but not done (refused, expired,
+    rejected). 1: not sent.
     """
     if [mode, undo, cancel].count(None) != 2 or (mode is None and (layer is not None or head)):
         raise CommandError("use --mode, with or without --layer and --head; or --undo or --cancel without a mode")

@@ -71,7 +71,7 @@ def of_factory(path: str, state: str | None, batches: int) -> Source:
     """
     made = made_by(path, *([] if state is None else [state]))
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-        raise ValueError(f"{path} is no function that returns (model, loss), loss() being the loss of the next batch")
+        raise ValueError(f"{path} must return (model, loss), where loss() returns the loss of the next batch")
     model, loss = made
     model.eval()  # with dropout, the error of the output cannot be computed
     said, logger = MemoryHandler(10_000, flushLevel=sys.maxsize), logging.getLogger("foreshock")
@@ -104,8 +104,8 @@ def examine(name: str, model: nn.Module, loss_of_next: Callable[[], Tensor], bat
         ):
             loss = loss_of_next()
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                what = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"but a {type(loss).__name__}"
-                raise ValueError(f"loss() gave no tensor of one number with its graph, {what}")
+                what = f"one of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+                raise ValueError(f"loss() must return a tensor of one number that requires grad, but returned {what}")
             made = list(capture.calls)  # activation checkpointing calls attention again in the backward
             if finite := bool(loss.isfinite()):
                 loss.backward()  # type: ignore[no-untyped-call]

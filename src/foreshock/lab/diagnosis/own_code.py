@@ -25,7 +25,7 @@ def made_by(path: str, *given: str) -> Any:
         module = importlib.import_module(module_name)
     factory = getattr(module, factory_name, None)
     if not callable(factory):
-        raise ValueError(f"{path} names no function: {module_name} has none that is called {factory_name!r}")
+        raise ValueError(f"{path} is not a function: the module {module_name} has no callable {factory_name!r}")
     with explained(f"{path}({', '.join(given)})"):
         return factory(*given)
 

@@ -29,7 +29,7 @@ _GROWTH: Final = 1.2
 _SHOWN_HEADS: Final = 4
 _ELSEWHERE: Final = "Look at the learning rate, the data and the optimizer first."
 _NO_SWITCH: Final = "A switch of numerics would not help."
-_BLIND_ROWS: Final = "Let every row see a key, at least its own; leave its loss out, or pad on the right."
+_BLIND_ROWS: Final = "Let every row see at least its own key, and exclude padding from the loss; or pad on the right."
 _AGAIN: Final = (
     f"Resume from the last checkpoint before the growth with every head on {DEFAULT_MITIGATION}: "
     f'agent.set_mode(agent.modes(), "{DEFAULT_MITIGATION}", reason="diagnosis") before the first step.'
@@ -133,7 +133,7 @@ def _of_models(models: Sequence[Source]) -> list[Finding]:
             f"Attention, but something else than this rounding: scores of {_list(sharp)} grew apart from each other. "
             f"They reach {sharp[0]['largest']:.0f} and share {sharp[0]['shift']:+.1f} nats.{_moved(sharp[0])}"
         )
-        advice = f"{_ELSEWHERE} A norm of queries and keys, or a cap on the scores, holds them. {_NO_SWITCH}"
+        advice = f"{_ELSEWHERE} To limit the scores, normalise queries and keys, or cap the scores. {_NO_SWITCH}"
         found.append(Finding("sharp", words, (advice,), sharp))
     peaked = [h for h in judged if h["entropy"] < min(_PEAKED_NATS, _PEAKED_SHARE * h["even entropy"])]
     if 2 * len(peaked) >= len(judged):
@@ -142,7 +142,7 @@ def _of_models(models: Sequence[Source]) -> list[Finding]:
             f"Attention is nearly one-hot in {len(peaked)} of {len(judged)} heads: their entropy is {entropy:.2f} nats "
             f"on average, and evenly spread it would be {even:.1f}."
         )
-        advice = "Check the scale of the scores and the norms of queries and keys; gradients of such softmax burst."
+        advice = "Check the scale of scores and the norms of queries and keys; gradients of such a softmax can burst."
         found.append(Finding("one-hot", words, (advice,), peaked))
     if found:
         return found
@@ -152,7 +152,7 @@ def _of_models(models: Sequence[Source]) -> list[Finding]:
         f"{len(judged)} heads in {len(layers)} layers is {top['largest']:.1f} ({top})."
     )
     if off := max((h["output error"] for h in judged if "output error" in h.cells), default=0.0):
-        words += f" Attention is {off:.2%} off its float64 truth at most: two implementations may differ by as much."
+        words += f" Attention differs from float64 by at most {off:.2%}: two implementations may differ by as much."
     advice = f"Run the same steps with attention in float32; if they fail too: {_ELSEWHERE}"
     return [Finding("other", words, (advice,))]
 

@@ -64,7 +64,7 @@ class Family:
 
     @property
     def truth(self) -> Truth:
-        """Whether head 0 fails."""
+        """`failing` if head 0 fails."""
         return "failing" if self.kind in ("exploding", "drifting") else "healthy"
 
     def make(self, rng: Random) -> Course:

@@ -1,4 +1,4 @@
-"""Variants: what differs between two runs of one recipe."""
+"""The variants in which a recipe can be run."""
 
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -12,7 +12,7 @@ Backend = Literal["flash"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """What differs between two runs of one recipe."""
+    """One way to run a recipe; all variants start from the same weights and see the same batches."""
 
     name: str
     numerics: Numerics = "kernel"
