@@ -2,7 +2,7 @@
 
     .venv/bin/python -P scripts/run_mutants.py [WORD ...]
 
-tests/mutants.toml lists the changes and the tests that have to fail. A file is tested if its path contains any WORD.
+tests/mutants.toml lists the changes and the tests that have to fail. WORDs select files by a part of their path.
 For each change, the fastest tests that execute its lines run first, and all tests of the file only if those pass. The
 exit status is 1 if the tests detect fewer than 85 % of the changes, or if an entry no longer matches the code.
 """
