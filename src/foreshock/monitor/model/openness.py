@@ -83,7 +83,7 @@ def rounding(bias: KeyBias, rotary: bool, normalised: bool, *, rounds: bool = Tr
         )
         return [
             f"Drift by rounding: perhaps. The keys have a bias, but the model has {also}: {seen}.",
-            "  First remedy: monitor it. If foreshock warns about a head, the head can be switched to a corrected kernel.",
+            "  First remedy: monitor it. If foreshock warns about a head, you can switch it to a corrected kernel.",
         ]
     if bias == "unknown":
         return ["Drift by rounding: not known, because the projection of the keys was not found."]
@@ -93,5 +93,5 @@ def rounding(bias: KeyBias, rotary: bool, normalised: bool, *, rounds: bool = Tr
         "Drift by rounding: perhaps. GPT-2 small without biases failed in this way at a learning rate of 1e-3, in the "
         "paper and in our runs."
         f"{differs}",
-        "  First remedy: monitor it. If foreshock warns about a head, the head can be switched to a corrected kernel.",
+        "  First remedy: monitor it. If foreshock warns about a head, you can switch it to a corrected kernel.",
     ]
