@@ -70,6 +70,35 @@ def test_detach_gives_everything_back_as_it_was(name: str, attention: Any) -> No
         assert mine == theirs
 
 
+class ChoosesItsBackend(nn.Module):
+    """As models do that take PyTorch's function in their first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.c_attn = 2, nn.Linear(16, 48)
+        self.backends: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.backends:
+            self.backend, self.bound = F.scaled_dot_product_attention, partial(F.scaled_dot_product_attention)
+            self.backends.append(self.backend)
+        query, key, value = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.c_attn(x).chunk(3, -1))
+        attended: Tensor = self.backend(query, key, value, is_causal=True)
+        return attended.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.promise("A25")
+def test_an_object_that_took_pytorchs_function_during_the_training_has_it_after_close_and_is_saved() -> None:
+    model = tiny_gpt(ChoosesItsBackend())
+    with attach(model, **EVERY_STEP) as agent:
+        next_token_loss(model(batch(0)), batch(0)).backward()
+        agent.step(1.0)
+        [taken] = [module for module in model.modules() if isinstance(module, ChoosesItsBackend)]
+        assert taken.backend is not interception.SDPA
+    assert [taken.backend, taken.bound.func, *taken.backends] == [interception.SDPA] * 3
+    torch.save(model, io.BytesIO())
+
+
 @pytest.mark.execution("torch TransformerEncoder", "eager")
 @pytest.mark.promise("A25")
 @pytest.mark.parametrize("when", ["it comes", "it goes"])

@@ -12,6 +12,7 @@ probe. `varlen_attn` (torchtitan), for concatenated sequences, is watched like a
 """
 
 import functools
+import gc
 import sys
 import types
 import weakref
@@ -323,6 +324,29 @@ _REBOUND: Final[tuple[tuple[Any, Any], ...]] = (
 )
 """PyTorch's functions, None for those that this version does not have, and foreshock's replacements."""
 
+_OURS: Final = tuple(ours for original, ours in _REBOUND[:2] if original is not None)
+
+
+def _restore_in_objects() -> None:
+    """Replace foreshock's functions in objects that took them while an agent was attached, such as a model that chooses
+    its attention function in its first forward. Such a model could not be pickled after close, because pickle finds
+    PyTorch's function under the name. Searches all objects of the process."""
+    originals = {id(ours): original for original, ours in _REBOUND}
+    modules = {id(getattr(module, "__dict__", None)) for module in list(sys.modules.values())}
+    for holder in gc.get_referrers(*_OURS):
+        space = holder if isinstance(holder, dict) else getattr(holder, "__dict__", None)
+        if isinstance(holder, types.CellType):
+            holder.cell_contents = originals.get(id(holder.cell_contents), holder.cell_contents)
+        elif isinstance(holder, list):
+            holder[:] = [originals.get(id(value), value) for value in holder]
+        elif isinstance(holder, partial) and id(holder.func) in originals:
+            state = originals[id(holder.func)], holder.args, holder.keywords, vars(holder)
+            holder.__setstate__(state)  # type: ignore[attr-defined]
+        elif isinstance(space, dict) and id(space) not in modules and not space.keys() >= {"__module__", "__doc__"}:
+            # Not a class, whose attributes are not pickled.
+            for name, value in list(space.items()):
+                space[name] = originals.get(id(value), value)
+
 
 class SdpaRebinding:
     """Rebinds every name of PyTorch's attention, and the objects that calls of libraries pass through, while at least
@@ -335,11 +359,14 @@ class SdpaRebinding:
         self._modules = 0
         """The number of imported modules when libraries were last searched for."""
         self._undo: Final = ExitStack()
+        self._references: list[int] = []
+        """References to foreshock's functions before they were bound to PyTorch's names."""
 
     def acquire(self) -> None:
         """Rebind the functions, unless another agent already did."""
         self._users += 1
         if not self._places:
+            self._references = list(map(sys.getrefcount, _OURS))
             # torch.compile looks up PyTorch's functions by name, once, when it first traces one. It must do so before
             # they are rebound. Otherwise it takes foreshock's for PyTorch's and does not trace it, so it cannot count.
             torch._dynamo.trace_rules.lookup(SDPA)
@@ -388,6 +415,8 @@ class SdpaRebinding:
             originals = {id(ours): original for original, ours in (*_REBOUND, *libraries)}
             for space, name, ours in places_of(*(ours for _, ours in (*_REBOUND, *libraries))):
                 space[name] = originals[id(ours)]
+            if list(map(sys.getrefcount, _OURS)) != self._references:
+                _restore_in_objects()
             self._modules = 0
             forget()
 
