@@ -164,3 +164,29 @@ def test_the_warning_that_is_quoted_is_the_one_that_the_detectors_give_on_that_r
     trace = read_trace(ROOT / "src/foreshock/lab/traces/cure/shared-values_untreated_seed2.trace.xz")
     first = next(each for each in verdicts(trace) if each.state == "raised" and each.layer is not None)
     assert first.sentence == quoted
+
+
+def test_the_table_of_the_run_with_all_tokens_is_what_its_recording_gave() -> None:
+    section = PAGE.split("### The paper's run with all its tokens")[1].split("\n### ")[0]
+    found = json.loads((ROOT / "src/foreshock/benchmarks/results/paper_gpt2_all_tokens.json").read_text())
+    failing, healthy = found["heads"]["layer 1 head 5"], found["heads"]["layer 3 head 3"]
+    points = {point["step"]: point for point in failing["curve"]}
+    at = [points[step] for step in (2500, 3300, 3700, 4100, 4500, 4891)]
+    for row in (
+        [f"{p['offset']:,.1f}" if p["offset"] < 100 else f"{p['offset']:,.0f}" for p in at],
+        [f"{p['largest_score']:,.1f}" if p["offset"] < 100 else f"{p['largest_score']:,.0f}" for p in at],
+        [f"{100 * p['tied_rows']:.0f} %" for p in at],
+        [f"{p['query_norm']:.1f}" for p in at],
+    ):
+        assert f"| {' | '.join(row)} |" in section
+    first, second = [v for v in found["verdicts"] if v["state"] == "raised"]
+    assert (first["step"], first["layer"], first["head"], first["cause"]) == (3240, 1, 5, "rounding")
+    assert f"{failing['first_score_of_512'] - first['step']} steps before a score of 512" in section
+    assert f"{failing['first_offset_of_50']:,}, {failing['first_offset_of_50'] - first['step']} steps" in section
+    assert f"warned about at {second['step']:,}, and passed 512 at " in section
+    assert healthy["first_score_of_512"] is None
+    compared = found["compared_outputs"]
+    said = f"{compared['rows']:,} rows were compared: no row was wrong, and the largest distance was "
+    assert compared["wrong"] == 0
+    assert f"{said}{compared['largest_share_of_bound']:.2f} of the bound" in (ROOT / "docs" / "models.md").read_text()
+    assert max(part["loss"] for part in found["parts"][-5:]) < min(part["loss"] for part in found["parts"][:-6])

@@ -46,6 +46,10 @@ def test_a_setting_of_an_earlier_build_is_refused_with_what_to_know(
         reader()
 
 
+def test_an_empty_variable_is_no_setting() -> None:
+    refuse_misspelt(dict.fromkeys(REMOVED, ""))
+
+
 def test_no_setting_of_today_is_called_a_removed_one() -> None:
     assert not {name.removeprefix(PREFIX).lower() for name in REMOVED} & {
         *AgentConfig.model_fields,

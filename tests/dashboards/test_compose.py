@@ -301,3 +301,17 @@ def test_docker_compose_reads_it(tmp_path: Path) -> None:
     result = subprocess.run([*base, "config"], capture_output=True, text=True, env=without)
     assert result.returncode != 0
     assert "run scripts/compose-secrets first" in result.stderr
+
+
+@pytest.mark.promise("S8")
+def test_no_container_takes_the_memory_of_the_machine_and_the_service_has_the_same_everywhere() -> None:
+    limits = {name: service["mem_limit"] for name, service in SERVICES.items()}
+    assert all(re.fullmatch(r"[1-9]\d*[mg]", limit) for limit in limits.values())
+    unit = (REPOSITORY / "deploy/systemd/foreshock.service").read_text()
+    [of_unit] = re.findall(r"^MemoryMax=(\d+)G$", unit, re.MULTILINE)
+    for store in ("sqlite", "postgresql"):
+        manifests = yaml.safe_load_all((REPOSITORY / f"deploy/kubernetes/{store}.yaml").read_text())
+        [deployment] = [one for one in manifests if one["kind"] == "Deployment"]
+        [container] = deployment["spec"]["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["memory"] == f"{of_unit}Gi"
+    assert limits["foreshock"] == f"{of_unit}g"

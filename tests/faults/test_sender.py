@@ -248,3 +248,19 @@ def test_after_a_long_stall_every_event_arrives_in_few_numbered_batches(quick_re
         assert len(server.batches) < 60
         assert sorted(set(server.sequences())) == [*range(1, max(server.sequences()) + 1)]
         assert to.dropped == {}
+
+
+@pytest.mark.promise("S16")
+def test_nobody_says_for_a_dead_process_what_it_watched(tmp_path: Path, quick_retries: None) -> None:
+    dead = started_sender(closed_port(), tmp_path, boot="1-0-dead")
+    send(dead, 1)
+    dead.close(IN_ORDER_SECONDS)
+    with hostile_server(acknowledge) as server:
+        server.asks_for = "1-0-dead"
+        own = started_sender(server.url, tmp_path, boot="2-0-beef", heartbeat_seconds=0.1)
+        time.sleep(0.2)  # past the time within which nobody would tell it again anyway
+        own.put(STARTED)
+        eventually("the dead one's are sent", lambda: server.sequences("1-0-dead") == [1])
+        send(own, 2)
+        own.close(5)
+        assert len(server.events("started")) == 1

@@ -55,6 +55,14 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
+def test_a_run_whose_trace_is_gone_is_not_resumed(begin: Begin) -> None:
+    run = begin(steps=10)
+    run.train()
+    run.trace.unlink()
+    with pytest.raises(ValueError, match="put the trace of this run back"):
+        begin(steps=20, resume=True).train()
+
+
 def test_the_newest_few_checkpoints_stay(begin: Begin) -> None:
     begin(steps=45).train()
     assert [path.name for path in begin().checkpoints] == [f"step-{step:07d}.pt" for step in (30, 40, 45)]

@@ -34,6 +34,7 @@ from transformers import masking_utils, modeling_utils
 
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention import interception
+from foreshock.monitor.model import discovery
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     name: (lambda make=make: make(Mode())) for name, (make, _, _) in MODELS.items() if name not in TRANSFORMERS
@@ -91,11 +92,11 @@ class ChoosesItsBackend(nn.Module):
 def test_an_object_that_took_pytorchs_function_during_the_training_has_it_after_close_and_is_saved() -> None:
     model = tiny_gpt(ChoosesItsBackend())
     with attach(model, **EVERY_STEP) as agent:
-        next_token_loss(model(batch(0)), batch(0)).backward()
+        torch.autograd.backward(next_token_loss(model(batch(0)), batch(0)))
         agent.step(1.0)
         [taken] = [module for module in model.modules() if isinstance(module, ChoosesItsBackend)]
-        assert taken.backend is not interception.SDPA
-    assert [taken.backend, taken.bound.func, *taken.backends] == [interception.SDPA] * 3
+        assert taken.backend is not discovery.SDPA
+    assert [taken.backend, taken.bound.func, *taken.backends] == [discovery.SDPA] * 3
     torch.save(model, io.BytesIO())
 
 

@@ -301,3 +301,17 @@ def test_a_switched_layer_draws_its_own_dropout_and_a_recompute_draws_it_again(k
         trained_weights.append([weight.detach().clone() for weight in model.parameters()])
     for a, b in zip(*trained_weights, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_a_layer_that_did_not_run_waits_while_its_peer_is_switched() -> None:
+    model = tiny_gpt()
+    with listening(model, **KEEP) as (agent, listener):
+        agent.step(eager(model, 0))
+        assert order(agent, heads=None) is None
+        last = model.blocks[1]
+        model.blocks[1] = nn.Identity()
+        agent.step(eager(model, 1))
+        model.blocks[1] = last
+        agent.step(eager(model, 2))
+        told = [(s.command, s.outcome, s.heads, s.step) for s in listener.of(wire.Switched)]
+        assert told == [("c1", "applied", ((0, 0), (0, 1)), 1), (None, "applied", ((1, 0), (1, 1)), 2)]

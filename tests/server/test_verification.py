@@ -102,7 +102,7 @@ async def test_a_warning_that_is_raised_after_the_switch_speaks_of_it(service: A
     ("cleared", "advice"),
     [
         (False, "There is no stronger mode: resume from a checkpoint."),
-        (True, "There is no active warning: watch the growth."),
+        (True, "These heads have no active warning: watch the growth."),
     ],
 )
 async def test_a_verdict_gives_the_numbers_of_the_head_that_it_names_and_advises_by_its_warnings(

@@ -21,6 +21,7 @@ _NEARLY: Final = 0.85
 
 
 REMOVED: Final = {
+    "FORESHOCK_CONNECTIONS": "the number of open files of the process limits connections",
     "FORESHOCK_LAYERS": "first_layer takes the number of the first attention layer in each module",
     "FORESHOCK_LOG_LEVEL": "the service logs from the level info on",
     "FORESHOCK_QK_CLIP_EVERY_STEPS": "QK-Clip computes all scores of native attention in one step of ten",
@@ -36,9 +37,12 @@ def refuse_misspelt(environment: Mapping[str, str] | None = None) -> None:
     Case and underscores do not matter. Other unknown variables are allowed: Kubernetes sets FORESHOCK_SERVICE_HOST and
     others for a service of this name.
     """
-    for given in sorted(set(os.environ if environment is None else environment) - set(VARIABLES)):
+    environment = os.environ if environment is None else environment
+    for given in sorted(set(environment) - set(VARIABLES)):
         if why := REMOVED.get(given.upper()):
-            raise ValueError(f"{given} is no longer a setting: {why}")
+            if environment[given]:  # the agent ignores an empty variable
+                raise ValueError(f"{given} is no longer a setting: {why}")
+            continue
         if meant := _meant_by(_letters(given)):
             raise ValueError(f"{given} is not a setting of foreshock; did you mean {meant}?")
 

@@ -141,7 +141,7 @@ def judged_in_words(
         growth, ref = max(grown, key=lambda one: (one[0].excess, one[0].after))
         sentence += f" ({f'{heads_in_words([ref])}: ' if len(heads) > 1 else ''}{growth.sentence(steps)})"
     if verdict == "not arrested" and not active:
-        sentence += ". There is no active warning: watch the growth."
+        sentence += ". These heads have no active warning: watch the growth."
     elif verdict == "not arrested":
         further = stronger(mode)
         sentence += f". Escalate: {further}." if further else ". There is no stronger mode: resume from a checkpoint."

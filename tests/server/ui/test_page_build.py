@@ -52,3 +52,17 @@ def test_the_licences_of_what_is_bundled_are_shipped() -> None:
 
 def test_the_lock_file_names_no_download_host() -> None:
     assert '"resolved"' not in (UI / "package-lock.json").read_text()
+
+
+def test_no_source_writes_markup_from_data() -> None:
+    for source in (UI / "src").iterdir():
+        text = source.read_text()
+        for way in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "dangerouslySetInnerHTML",
+            "document.write",
+            "eval(",
+        ):
+            assert way not in text, f"{source.name} uses {way}"

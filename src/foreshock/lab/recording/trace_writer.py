@@ -28,9 +28,17 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path, header: dict[str, Any], kept_bytes: int = 0) -> None:
-        """kept_bytes: the `size` to which an earlier trace of this run at `path` is truncated before it continues."""
+        """kept_bytes: the `size` to which an earlier trace of this run at `path` is truncated before it continues.
+
+        Raises ValueError if the earlier trace is shorter.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
+            if (size := file.tell()) < kept_bytes:
+                raise ValueError(
+                    f"{path} has {size:,} bytes, fewer than the {kept_bytes:,} that the checkpoint continues from; put "
+                    "the trace of this run back, or start a new run in another folder"
+                )
             file.truncate(kept_bytes)
         self._path = path
         self._file = self._part()
