@@ -55,6 +55,7 @@ def test_replicas_killed_under_load_lose_no_acknowledged_batch_and_each_rank_tak
     when = random.Random(3)
     ordered: list[str] = []
     try:
+        eventually("every rank is known, so that each order is for all", lambda: all(s.acknowledged for s in senders))
         while len(ordered) < most and time.monotonic() < until:
             turn = len(ordered)
             time.sleep(when.uniform(0.2, 0.8))
