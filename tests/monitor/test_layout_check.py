@@ -15,6 +15,7 @@ from tests.monitor.test_norms import PeftLinear
 from tests.monitor.watching import listening
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from foreshock.contract import wire
@@ -268,6 +269,64 @@ def test_a_projection_that_is_replaced_after_attach_has_unknown_norms_from_then_
     assert [sample.query_norm for sample in samples] == [None, None, None]
     why = "its projections were changed after attach; attach again to measure their norms"
     assert told == f"norms are not measured: {why}"
+
+
+@pytest.mark.promise("A23")
+def test_a_projection_that_is_replaced_after_the_first_step_showed_another_layer_has_unknown_norms() -> None:
+    class Unknown(Attention):
+        num_heads = None  # type: ignore[assignment]
+
+    torch.manual_seed(1)
+    model = nn.Sequential(LAYOUTS["separate"](), Unknown(separate, **THREE))
+    with listening(model, **EVERY) as (agent, listener):
+        losses_of(model, model, 3, agent.step)
+        model.set_submodule("0.q_proj", nn.Linear(WIDTH, WIDTH))
+        losses_of(model, model, 3, agent.step)
+        told = [layout.describe() for layout in agent._attached.layouts]
+    changed = "norms are not measured: its projections were changed after attach; attach again to measure their norms"
+    assert told == [changed, "separate (q_proj, k_proj)"]
+    norms = [sample.query_norm for sample in listener.of(wire.Sample)]
+    known = [None if each is None else np.isfinite(each.numpy()).tolist() for each in norms]
+    assert known == [[True] * 8] * 2 + [[False] * 4 + [True] * 4] * 3
+
+
+class PartlyCalled(Attention):
+    """Uses the weight of its keys' projection without a call of this module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q_proj, k_proj, v_proj = self.children()
+        query, key, value = separate(q_proj(x), F.linear(x, k_proj.weight, k_proj.bias), v_proj(x))  # type: ignore[arg-type]
+        return x + F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.promise("A23")
+def test_norms_of_a_projection_that_no_call_runs_are_unknown_with_the_reason() -> None:
+    torch.manual_seed(1)
+    samples, (told,), _ = train(PartlyCalled(separate, **THREE), 4)
+    assert [sample.query_norm for sample in samples] == [None] * 4
+    assert told == "norms are not measured: its attention was called without a call of k_proj"
+
+
+@pytest.mark.promise("A22")
+@pytest.mark.promise("A23")
+def test_norms_of_pytorchs_attention_whose_weight_becomes_computed_after_attach_are_unknown_from_then_on() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+
+    torch.manual_seed(1)
+    model = Own()
+    with listening(model, **EVERY) as (agent, listener):
+        losses_of(model, model, 2, agent.step)
+        assert "fused Q, K, V (in_proj_weight)" in agent.report()
+        spectral_norm(model.attention, "in_proj_weight")
+        losses_of(model, model, 2, agent.step)
+        assert "norms are not measured: its projections were changed after attach" in agent.report()
+    assert [sample.query_norm is not None for sample in listener.of(wire.Sample)] == [True, True, False, False]
 
 
 @pytest.mark.promise("A25")

@@ -180,11 +180,13 @@ class LayoutCheck:
             noted = latent_children(self._owner)
         self._noted = [_Noted(*each, self) for each in noted] if self._tries else []
         self._undo: Final = ExitStack()
-        self._state: list[tuple[Any, ...]] | None = self._now()
-        """The state of the projections at attach; None after the agent was closed."""
+        self._as_built: Final = self._now()
+        """The state of the projections at attach."""
+        self._watches_changes = False
 
     def start(self) -> None:
-        """Register hooks on the projections."""
+        """Register hooks on the projections, and look for changes since attach."""
+        self._watches_changes = True
         for noted in self._noted:
             other = vars(noted.holder).get(LAYOUT_ATTRIBUTE)
             if isinstance(other, _Noted) and other.holder is noted.holder:  # else the holder is a copied module
@@ -203,7 +205,7 @@ class LayoutCheck:
 
     def stop(self) -> None:
         """Remove the hooks, and ignore later changes of the projections."""
-        self._state = None
+        self._watches_changes = False
         self._undo.close()
 
     @property
@@ -251,7 +253,7 @@ class LayoutCheck:
         """Check the last recorded call, and return the current location of the weights; None if it is unknown."""
         if self.gone:
             return None
-        if self._state is not None and self._now() != self._state:
+        if self._watches_changes and self._now() != self._as_built:
             self.refuse(_CHANGED)
             self.stop()
         given, self._given = self._given, None
@@ -279,8 +281,12 @@ class LayoutCheck:
         """Return, for each projection, a state that changes with a wrapper round it, adapters, a computed weight or a
         new forward."""
         there = dict(self._owner.named_children()) if self._owner is not None else {}
-        modules = ((there.get(each.name) is each.holder, each.holder) for each in self._noted)
-        return [(own, type(it), "forward" in vars(it), has_adapters(it), stored(it) is None) for own, it in modules]
+        held = [(there.get(each.name) is each.holder, each.holder, "weight") for each in self._noted]
+        if self._found is not None and self._found.query.holder is self._owner:  # nn.MultiheadAttention
+            held.append((True, self._owner, self._found.query.weight))
+        return [
+            (own, type(it), "forward" in vars(it), has_adapters(it), stored(it, of) is None) for own, it, of in held
+        ]
 
     def _prove(self, given: Sequence[Tensor] | Exception) -> Projection:
         """Return the location of the weights that a call shows. Raises the errors of `confirmed`, and the error that
@@ -294,8 +300,10 @@ class LayoutCheck:
                 written[each.holder] = outputs
         if isinstance(given, Exception):
             raise given
-        if len(written) < len(self._noted):
+        if not written:
             raise InconclusiveCallError
+        if missing := [each.name for each in self._noted if each.holder not in written]:
+            raise ValueError(f"its attention was called without a call of {', '.join(missing)}")
         error = max(torch.finfo(x.dtype).eps for x in (*given, *written.values()))
         query, key, value, *made = (x.cpu().double().numpy() for x in (*given, *written.values()))
         call = Call(
