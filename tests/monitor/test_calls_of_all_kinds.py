@@ -192,7 +192,7 @@ WIDTH, TOKENS = 12, 5
 class Attention(nn.Module):
     """Attention over the last but one dimension of [..., S, W], however many stand before it."""
 
-    heads_first = False
+    heads_first = contiguous = False
 
     def __init__(self, heads: int, mask: Tensor | None = None, *, apart: bool = True) -> None:
         super().__init__()
@@ -206,6 +206,8 @@ class Attention(nn.Module):
             projected = tuple(y.unflatten(-1, (self.num_heads, -1)).transpose(-2, -3) for y in projected)
         if self.heads_first:  # [B, H, W, S, D], as timm's Hiera
             projected = tuple(y.transpose(1, 2) for y in projected)
+        if self.contiguous:
+            projected = tuple(y.contiguous() for y in projected)
         out = F.scaled_dot_product_attention(*projected, attn_mask=self.mask)  # type: ignore[arg-type]
         out = out.transpose(1, 2) if self.heads_first else out
         return out.transpose(-2, -3).flatten(-2) if self.apart else out
@@ -254,6 +256,10 @@ Given = tuple[Attention, tuple[Tensor, ...]]
 SHAPES: dict[str, tuple[Given, Given]] = {
     # a call of any shape, and one of four dimensions that counts the same
     "windows": ((attention(4), (WINDOWS,)), (attention(4), (FLAT,))),
+    "as many windows as heads": (
+        (attention(4), (words(2, 4, TOKENS),)),
+        (attention(4), (words(2, 4, TOKENS).flatten(0, 1),)),
+    ),
     "windows, biased": ((attention(4, HIDDEN), (WINDOWS,)), (attention(4, HIDDEN), (FLAT,))),
     "windows, masked by window": (
         (attention(4, drawn(3, 1)), (WINDOWS,)),
@@ -297,3 +303,14 @@ def test_windows_behind_the_heads_are_named_and_never_counted_as_heads(
     assert rows_in(state) == 0
     assert "which dimension holds its 3 heads is unclear" in caplog.text
     assert "announces others" not in caplog.text
+
+
+@pytest.mark.promise("A24")
+def test_as_many_windows_as_heads_are_not_counted_if_neither_are_parts_of_a_token_in_memory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module = attention(3)
+    module.contiguous = True
+    state, _ = counted(module, words(2, 3, TOKENS))
+    assert rows_in(state) == 0
+    assert "which dimension holds its 3 heads is unclear" in caplog.text

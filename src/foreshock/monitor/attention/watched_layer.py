@@ -72,7 +72,10 @@ def numerics_for(query: Tensor, asked: str) -> Any:
 def _why_not_third_last(query: Tensor, heads: int) -> str | None:
     """Return why the heads of a query with more than four dimensions may not be in its third-last dimension, as in
     [B, windows, heads, S, D]; None if they can only be there."""
-    if [dim for dim in range(1, query.dim() - 2) if query.shape[dim] == heads > 1] in ([], [query.dim() - 3]):
+    like, third_last = [dim for dim in range(1, query.dim() - 2) if query.shape[dim] == heads > 1], query.dim() - 3
+    if len(like) > 1:  # heads are parts of a token's features, so they are closer in memory than tokens
+        like = [dim for dim in like if 0 < query.stride(dim) < query.stride(-2)] or like
+    if like in ([], [third_last]):
         return None
     unclear = f"which dimension holds its {heads} heads is unclear"
     return f"its query has shape {list(query.shape)}: {unclear}; [B, ..., H, S, D] is measured"
