@@ -223,6 +223,13 @@ def test_a_weight_that_is_not_what_is_computed_with_is_not_read_and_its_attentio
     assert found.unmeasured == f"wk is {kind}, whose weight is not a plain matrix"
 
 
+@pytest.mark.parametrize("sizes", [{"kdim": 16}, {"vdim": 16}])
+def test_pytorchs_attention_with_three_weights_has_no_norms_and_the_reason_says_so(sizes: dict[str, int]) -> None:
+    (found,) = find_attention(nn.MultiheadAttention(WIDTH, HEADS, **sizes), {})
+    assert found.projection is None
+    assert found.unmeasured == "it has no stored in_proj_weight: kdim or vdim is set, or the weight is computed"
+
+
 @contextmanager
 def process(rank: int, world: int) -> Iterator[DeviceMesh]:
     """As if this were one process of several: a mesh over which nothing can be sent."""

@@ -289,6 +289,8 @@ def normalises_heads(module: nn.Module) -> bool:
 
 def why_unmeasured(module: nn.Module) -> str:
     """Return why W_Q and W_K of a module without a Projection cannot be measured."""
+    if isinstance(module, nn.MultiheadAttention):
+        return "it has no stored in_proj_weight: kdim or vdim is set, or the weight is computed"
     for name, child in module.named_children():
         if name in _PROJECTIONS and outputs_of(child) is None:
             why = "which has adapters" if has_adapters(child) else "whose weight is not a plain matrix"
