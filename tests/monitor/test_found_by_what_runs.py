@@ -73,6 +73,42 @@ def test_a_part_that_looks_like_attention_and_computes_none_is_no_layer(caplog: 
     assert not caplog.records
 
 
+class NamedMixing(Mixing):
+    """With a number of heads, but not called attention."""
+
+    num_heads = 2
+
+
+class AttentionGPT(tiny_models.TinyGPT):
+    """A model that is called attention, and has a number of heads."""
+
+    num_heads = 2
+
+
+@pytest.mark.promise("A24")
+def test_blocks_of_a_model_that_is_called_attention_are_its_candidates() -> None:
+    class Attention(NamedMixing):
+        def __init__(self) -> None:
+            super().__init__()
+            self.indexer = NamedMixing()
+
+    class AttentionWithNorms(CausalSelfAttention):
+        """As StableLM's, with a layer norm of each head's queries and keys."""
+
+        def __init__(self) -> None:
+            super().__init__(16, 2)
+            self.q_norm, self.k_norm = NamedMixing(), NamedMixing()
+
+    def candidates(model: nn.Module, **heads: int) -> list[str]:
+        return [found.name for found in find_attention(model, heads)]
+
+    assert candidates(AttentionGPT(NamedMixing(), NamedMixing())) == ["blocks.0", "blocks.1"]
+    assert candidates(AttentionGPT(Attention(), Attention())) == ["blocks.0", "blocks.1"]
+    assert candidates(AttentionGPT(AttentionWithNorms())) == ["blocks.0"]
+    assert candidates(Attention()) == [""]
+    assert candidates(Attention(), indexer=2) == ["indexer"]
+
+
 @pytest.mark.promise("A24")
 def test_what_was_asked_before_the_first_step_holds_for_the_layers_that_it_shows() -> None:
     def after(model: nn.Module, prepare: Callable[[Agent], object], steps: int = 3) -> tuple[Agent, set[Any]]:

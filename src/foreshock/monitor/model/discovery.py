@@ -216,25 +216,30 @@ def find_attention(
 
 
 def _chosen(model: nn.Module, given_heads: Mapping[str, int], called: Mapping[str, Called] | None) -> list[str]:
-    """Return the names of the modules to describe; of nested candidates only the innermost."""
+    """Return the names of the modules to describe; of nested candidates only the innermost, without helpers."""
     if called is not None:
         return [name for name, _ in model.named_modules() if name in called]
-    chosen: list[str] = []
+    within: dict[str, set[str]] = {}  # of each candidate, the candidates in it
+    attentions: set[str] = set()
     libraries: list[str] = []
-    attentions: list[str] = []
     for name, module in model.named_modules():
-        parts, called_attention = f"{name}." if name else "", is_called_attention(module)
-        if name.startswith((*libraries, *(() if called_attention or name in given_heads else attentions))):
-            continue  # a part of a library's module, or a helper such as the indexer of DeepSeek-V3.2
+        if name.startswith(tuple(libraries)):
+            continue  # a part of a library's module
         if isinstance(module, nn.MultiheadAttention) or make_of(module) is not None:
-            libraries.append(parts)
+            libraries.append(f"{name}." if name else "")
         elif name not in given_heads and not _looks_like_attention(module):
             continue
-        chosen.append(name)
-        attentions += [parts] if called_attention else []
-    paths = [name.split(".") for name in chosen if name]
-    outer = {".".join(path[:length]) for path in paths for length in range(len(path))}
-    return [name for name in chosen if name in given_heads or name not in outer]
+        path = name.split(".") if name else []
+        for outer in within.keys() & {".".join(path[:length]) for length in range(len(path))}:
+            within[outer].add(name)
+        within[name] = set()
+        attentions |= {name} if is_called_attention(module) else set()
+    # A single candidate in a module called attention is a helper, such as the indexer of DeepSeek-V3.2. Several may be
+    # the layers of a model, unless the outer module computes queries or the user names it.
+    sure = {name for name in attentions if name in given_heads or _has_queries(model.get_submodule(name))}
+    parts = (within[name] for name in attentions if len(within[name]) == 1 or name in sure)
+    helpers = set().union(*parts) - attentions - given_heads.keys()
+    return [name for name, inner in within.items() if name in given_heads or (name not in helpers and inner <= helpers)]
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
@@ -245,8 +250,12 @@ def _looks_like_attention(module: nn.Module) -> bool:
         return False
     if _number(module, _HEADS, ()):
         return is_called_attention(module) or next(module.parameters(), None) is not None
-    parts = (name for part in (module._modules, module._parameters) for name, _ in part.items())
-    return bool(_number(module, _HEADS)) and (is_called_attention(module) or any(map(_QUERIES.fullmatch, parts)))
+    return bool(_number(module, _HEADS)) and (is_called_attention(module) or _has_queries(module))
+
+
+def _has_queries(module: nn.Module) -> bool:
+    """Whether a part of a module, or a parameter, has a common name of queries or of the layer that computes them."""
+    return any(_QUERIES.fullmatch(name) for part in (module._modules, module._parameters) for name, _ in part.items())
 
 
 def is_called_attention(module: nn.Module) -> bool:
