@@ -64,7 +64,11 @@ from foreshock.monitor.outbox import Outbox
             {"first_layer": {"blocks.0": -1}},
             "blocks.0 cannot be watched: layer: Input should be greater than or",
         ),
-        (tiny_gpt, {"first_layer": {"blocks.0": 0}}, "blocks.0 and blocks.1 both have the layer number 0; give every"),
+        (
+            tiny_gpt,
+            {"first_layer": {"blocks": 0, "blocks.1": 0}},
+            "blocks.0 and blocks.1 both have the layer number 0; give every",
+        ),
         (tiny_gpt, {"layers": {"blocks.0": 1}}, "layers is no longer a setting: first_layer takes the number of the"),
         (tiny_gpt, {"first_layer": 99_999}, "blocks.1 cannot be watched: layer: Input should be less than or equal"),
         (tiny_gpt, {"first_head": 1023}, "blocks.0 cannot be watched: heads.1: Input should be less than 1024"),
@@ -156,7 +160,9 @@ def test_global_numbers_are_used_where_a_rank_holds_a_part() -> None:
     ("first", "numbers"),
     [
         ({"blocks": 4}, [4, 5, 6]),
-        ({"blocks.0": 8, "blocks.2": 2}, [8, 0, 2]),
+        ({"blocks.0": 8, "blocks.2": 2}, [8, 9, 2]),
+        ({"blocks.1": 0, "blocks.2": 1}, [2, 0, 1]),
+        ({"head": 7}, [0, 1, 2]),
         ({"blocks": 4, "blocks.1": 9}, [4, 9, 5]),
         ({"": 3, "blocks.1": 0}, [3, 0, 4]),
     ],

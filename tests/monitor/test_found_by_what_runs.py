@@ -110,6 +110,27 @@ def test_blocks_of_a_model_that_is_called_attention_are_its_candidates() -> None
 
 
 @pytest.mark.promise("A24")
+def test_layers_that_the_first_step_shows_take_no_number_that_is_given() -> None:
+    model = tiny_gpt(CausalSelfAttention(16, 2), Mixing(), CausalSelfAttention(16, 2))
+    agent, listener = watch(model, first_layer={"blocks.0": 0, "blocks.2": 1})
+    assert [layer.layer for layer in listener.of(wire.Started)[0].layers] == [0, 2, 1]
+    assert not agent.faults
+
+
+@pytest.mark.promise("A24")
+def test_a_number_that_two_layers_of_the_first_step_would_have_leaves_the_others_watched(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.ModuleList([tiny_gpt(CausalSelfAttention(16, 2), Mixing()), tiny_gpt(CausalSelfAttention(16, 2))])
+    model.forward = lambda ids: sum(part(ids) for part in model)
+    with listening(model, first_layer={"0": 0, "1": 1}, strict=False) as (agent, listener):
+        train(agent, model, 3)
+    assert rows_of(listener) == [72] * 4
+    assert agent.faults == {"agent": 1}
+    assert "0.blocks.1 and 1.blocks.0 both have the layer number 1" in caplog.text
+
+
+@pytest.mark.promise("A24")
 def test_what_was_asked_before_the_first_step_holds_for_the_layers_that_it_shows() -> None:
     def after(model: nn.Module, prepare: Callable[[Agent], object], steps: int = 3) -> tuple[Agent, set[Any]]:
         with attach(model, **EVERY_STEP) as agent:

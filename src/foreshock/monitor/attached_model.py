@@ -163,15 +163,9 @@ class AttachedModel:
 
     def _described(self, watched: Sequence[Found]) -> tuple[wire.Layer, ...]:
         """Return the layers as they are sent to the service."""
-        settings = self._settings
         layers: dict[int, wire.Layer] = {}
-        next_in = dict(settings.first_layer) if isinstance(settings.first_layer, dict) else {"": settings.first_layer}
-        for f in watched:
-            name, inside = f.name or "model", [part for part in next_in if f"{f.name}.".startswith(f"{part}.")]
-            part = max(inside, key=len, default="")
-            number = next_in.setdefault(part, 0)
-            next_in[part] += 1
-            first_head = settings.first_head + f.first_head
+        for f, number in zip(watched, self._numbers_of(watched), strict=True):
+            name, first_head = f.name or "model", self._settings.first_head + f.first_head
             allowed = re.sub(r"[^\w.:/-]", "_", name, flags=re.ASCII)  # a key of nn.ModuleDict may be any text
             if number in layers:
                 raise ValueError(
@@ -192,6 +186,19 @@ class AttachedModel:
             except ValidationError as error:
                 raise ValueError(f"{name} cannot be watched: {first_error(error)}") from None
         return tuple(layers.values())
+
+    def _numbers_of(self, watched: Sequence[Found]) -> list[int]:
+        """Return the layers' numbers. Layers outside the modules that `first_layer` names follow the largest number."""
+        first = self._settings.first_layer
+        next_in = dict(first) if isinstance(first, dict) else {"": first}
+        numbers: dict[str, int] = {}
+        for f in watched:
+            if inside := [part for part in next_in if not part or f"{f.name}.".startswith(f"{part}.")]:
+                part = max(inside, key=len)
+                numbers[f.name] = next_in[part]
+                next_in[part] += 1
+        others = itertools.count(max(numbers.values(), default=-1) + 1)
+        return [numbers[f.name] if f.name in numbers else next(others) for f in watched]
 
     def _warn_of_problems(self) -> None:
         for names, why in problems_of(self._found) if self.watched else ():
@@ -222,6 +229,7 @@ class AttachedModel:
             return None  # calls of a library that was imported in the first step are intercepted from now on
         if (ran := self._as_it_ran(model)) is None:
             return None
+        self._described([f for f in ran if f.problem is None])  # raises while this one is still attached
         self.leave()
         unfit = "; ".join(f"{names} cannot be watched: {why}" for names, why in problems_of(ran))
         unfit = "" if any(f.problem is None for f in ran) else unfit

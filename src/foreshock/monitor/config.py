@@ -116,7 +116,8 @@ class AgentConfig(BaseSettings):
 
     first_layer: int | dict[str, int] = 0
     """Global number of this rank's first attention layer (pipeline parallelism). If the layers of a rank are not
-    consecutive: of the first attention layer in each module, such as {"stages.0": 0, "stages.1": 8}."""
+    consecutive: of the first attention layer in each module, such as {"stages.0": 0, "stages.1": 8}; layers outside
+    these modules follow the largest number."""
     first_head: int = Field(default=0, ge=0)
     """Global number of this rank's first head in every layer, if the modules hold only some heads. Tensor parallelism
     by parallelize_module is recognised."""
