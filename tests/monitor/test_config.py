@@ -144,6 +144,10 @@ def test_a_token_is_read_without_the_line_break_behind_it_and_bytes_that_are_no_
         ({"token": "s3crét"}, ["token: a token must be printable ASCII on one line"]),
         ({"url": "http://:8765"}, ["url: url must name a host"]),
         ({"url": "http://host:port"}, ["url: url must name a host"]),
+        *(
+            ({"first_layer": wrong}, ["first_layer: first_layer must be an integer of at least 0, or one for each"])
+            for wrong in (True, 1.0, "s3cret", -1, None, {"a": -1}, {"a": True}, {"a": "s3cret"}, {1: 0}, [0])
+        ),
     ],
 )
 def test_every_mistake_is_one_sentence_and_no_value_that_was_given_is_shown(
@@ -155,6 +159,17 @@ def test_every_mistake_is_one_sentence_and_no_value_that_was_given_is_shown(
     assert all(any(one.startswith(sentence) for one in told) for sentence in sentences), told
     assert "s3cret" not in str(caught.value)
     assert "pydantic" not in str(caught.value)
+
+
+def test_the_first_layer_of_a_variable_is_an_integer_or_one_for_each_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, first in (("4", 4), ('{"a": 4, "b": 0}', {"a": 4, "b": 0})):
+        monkeypatch.setenv("FORESHOCK_FIRST_LAYER", given)
+        assert AgentConfig().first_layer == first
+    for given in ("true", "1.0", "-1", "x", '{"a": 4'):
+        monkeypatch.setenv("FORESHOCK_FIRST_LAYER", given)
+        with pytest.raises(ValueError, match=r"^first_layer: first_layer must be an integer of at least 0") as caught:
+            make_config(None, {})
+        assert ";" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["LABELS", "HEADS", "DETECTORS"])

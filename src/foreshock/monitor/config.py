@@ -220,6 +220,18 @@ class AgentConfig(BaseSettings):
     def _token_fits_a_header(cls, value: SecretStr | None) -> SecretStr | None:
         return None if value is None else SecretStr(as_header_carries(value.get_secret_value()))
 
+    @field_validator("first_layer", mode="before")
+    @classmethod
+    def _first_layer_is_counted_from_0(cls, value: Any) -> Any:
+        by_name = value if isinstance(value, dict) else {"": value}
+        integers = all(isinstance(number, int) and not isinstance(number, bool) for number in by_name.values())
+        if not all(isinstance(name, str) for name in by_name) or not integers or min(by_name.values(), default=0) < 0:
+            raise ValueError(
+                "first_layer must be an integer of at least 0, or one for each module, such as "
+                '{"stages.0": 0, "stages.1": 8}'
+            )
+        return value
+
     @model_validator(mode="after")
     def _token_is_known(self) -> Self:
         if self.token is None and self.token_file is not None:
