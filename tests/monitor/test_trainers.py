@@ -187,6 +187,24 @@ def test_where_the_trainer_restores_callbacks_the_settings_of_the_program_hold_o
     restored.on_train_end(args, TrainerState(), TrainerControl())
 
 
+def test_settings_of_a_checkpoint_that_are_no_longer_settings_do_not_stop_a_resumed_training(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    args = TrainingArguments("unused", report_to=[], use_cpu=True)
+    earlier: Any = {"sample_every_seconds": 2.0, "layers": {"a": 1}, "qk_clip_every_steps": 10}
+    restored = ForeshockCallback(**EVERY_STEP, run="one", **earlier)
+    restored.restored = True
+    restored.on_train_begin(args, TrainerState(), TrainerControl(), model=gpt2())
+    assert restored.agent is not None
+    assert restored.agent.run == "one"
+    assert [name for name in earlier if f"the checkpoint's setting {name} is ignored" in caplog.text] == list(earlier)
+    assert restored.state()["args"].keys().isdisjoint(earlier)
+    restored.on_train_end(args, TrainerState(), TrainerControl())
+    program = ForeshockCallback(**EVERY_STEP, **earlier)
+    with pytest.raises(ValueError, match="sample_every_seconds is no longer a setting"):
+        program.on_train_begin(args, TrainerState(), TrainerControl(), model=gpt2())
+
+
 def test_a_process_beside_the_first_saves_and_takes_up_its_own_state(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-0").mkdir()
     args, state = SimpleNamespace(n_gpu=0, process_index=1, output_dir=str(tmp_path)), TrainerState()

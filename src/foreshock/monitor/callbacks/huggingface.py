@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
+from foreshock.contract.environment import PREFIX, REMOVED
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.attaching import attach
 from foreshock.monitor.attention.watched_layer import leave_no_trace_in_copies
@@ -83,7 +84,8 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "foreshock: the Trainer restored its callbacks, so foreshock uses the settings of the checkpoint, not "
                 "those of this program"
             )
-        self._overrides = self._overrides if own is None else own
+            own = _without_removed(self._overrides)
+        self._overrides = own
         # with several GPUs and no launcher, the Trainer wraps the model later, and attach has to know that
         self.agent = attach(nn.DataParallel(model) if args.n_gpu > 1 else model, **self._overrides)
         if (callback := program()) is not None:
@@ -174,6 +176,18 @@ class ForeshockCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self.saved = self.agent.state_dict()
         settings = {name: value for name, value in self._overrides.items() if name != "token" and _is_json(value)}
         return {"args": settings, "attributes": {"saved": self.saved, "restored": True}}
+
+
+def _without_removed(settings: AgentSettings) -> AgentSettings:
+    """Return the settings of a checkpoint without those that only earlier builds of foreshock had."""
+    present: Any = dict(settings)
+    for name in settings:
+        if why := REMOVED.get(PREFIX + name.upper()):
+            logger.warning(
+                "foreshock: the checkpoint's setting %s is ignored; it is no longer a setting: %s", name, why
+            )
+            del present[name]
+    return present  # type: ignore[no-any-return]
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
