@@ -42,7 +42,7 @@ def test_doctor_lists_what_would_be_watched_in_a_model_once() -> None:
     ("path", "sentence"),
     [
         ("no_colon", "write module:factory"),
-        ("json:dumps_nothing", "json has none that is called 'dumps_nothing'"),
+        ("json:dumps_nothing", "the module json has no callable 'dumps_nothing'"),
         ("json:JSONDecoder", "is not a callable that returns a torch.nn.Module"),
         ("torch.nn:Identity", "no attention was found in Identity"),
     ],
