@@ -100,6 +100,18 @@ def test_an_object_that_took_pytorchs_function_during_the_training_has_it_after_
     torch.save(model, io.BytesIO())
 
 
+@pytest.mark.promise("A25")
+def test_a_close_searches_every_object_only_if_one_took_pytorchs_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+    monkeypatch.setattr(interception, "_restore_in_objects", lambda: searched.append(1))
+    for layer, times in ((CausalSelfAttention(16, 2), 0), (ChoosesItsBackend(), 1)):
+        model = tiny_gpt(layer)
+        with attach(model, **EVERY_STEP) as agent:
+            torch.autograd.backward(next_token_loss(model(batch(0)), batch(0)))
+            agent.step(1.0)
+        assert len(searched) == times
+
+
 @pytest.mark.execution("torch TransformerEncoder", "eager")
 @pytest.mark.promise("A25")
 @pytest.mark.parametrize("when", ["it comes", "it goes"])

@@ -406,19 +406,22 @@ class SdpaRebinding:
         imported in the meantime are bound to foreshock's function, and get the original too."""
         self._users -= 1
         if self._users == 0:
-            libraries = [(before, ours) for _, _, before, ours in self._places if hasattr(ours, ORIGINAL)]
-            for space, name, before, ours in reversed(self._places):
-                if _held(space, name) is ours:
-                    _put(space, name, before)
-            self._places.clear()
-            self._undo.close()  # first, because the following search of all modules may be interrupted
-            originals = {id(ours): original for original, ours in (*_REBOUND, *libraries)}
-            for space, name, ours in places_of(*(ours for _, ours in (*_REBOUND, *libraries))):
-                space[name] = originals[id(ours)]
+            self._restore_names()
             if list(map(sys.getrefcount, _OURS)) != self._references:
                 _restore_in_objects()
             self._modules = 0
             forget()
+
+    def _restore_names(self) -> None:
+        libraries = [(before, ours) for _, _, before, ours in self._places if hasattr(ours, ORIGINAL)]
+        for space, name, before, ours in reversed(self._places):
+            if _held(space, name) is ours:
+                _put(space, name, before)
+        self._places.clear()
+        self._undo.close()  # first, because the following search of all modules may be interrupted
+        originals = {id(ours): original for original, ours in (*_REBOUND, *libraries)}
+        for space, name, ours in places_of(*(ours for _, ours in (*_REBOUND, *libraries))):
+            space[name] = originals[id(ours)]
 
 
 sdpa_rebinding: Final = SdpaRebinding()
