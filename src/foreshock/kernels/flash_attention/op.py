@@ -110,8 +110,6 @@ def _attention_forward(
     """
     packed = (_adjacent(cu_seqlens_q), _adjacent(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
     given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec))
-    if query.is_meta:
-        return _fake_forward(query, key, value, state, modes, *packed, dropout_seed, spec)  # type: ignore[return-value]
     if (kernels := _kernels(query, given.spec)) is not None:  # the kernels write in the query's layout
         counted = state is not None
         out, residual, lse, row_max, second = kernels.attention_forward(query, key, value, given, counted=counted)
@@ -168,8 +166,6 @@ def _attention_backward(
     `state` is int64 [H, SLOT_COUNT] with any strides (foreshock.contract.slots); None disables the statistics.
     `grad_lse` is the gradient of the log-sum-exp [B, H, Sq]; None means zero.
     """
-    if query.is_meta:
-        return _fake_backward(grad_out, query, key, value)
     saved = Saved(query, key, value, out, out_residual, lse, row_max, second)
     packed = (_adjacent(cu_seqlens_q), _adjacent(cu_seqlens_k), max_seqlen_q, max_seqlen_k)
     given = Arguments(_adjacent(modes), *packed, dropout_seed, spec_of(spec))
@@ -282,8 +278,7 @@ def _unseen(*tensors: Tensor | None) -> bool:
     """Whether PyTorch's dispatcher would call the operator's function directly with these tensors.
 
     True if no transform, tracer, profiler or mode (such as selective checkpointing's) is active, and every tensor is a
-    plain torch.Tensor without a lazy negation and not a zero tensor without memory. A default device is a mode too, but
-    is allowed.
+    plain torch.Tensor with memory and without a lazy negation. A default device is a mode too, but is allowed.
     """
     torch_c = torch._C
     modes = (torch_c._get_function_stack_at(at) for at in range(torch_c._len_torch_function_stack()))
@@ -292,7 +287,8 @@ def _unseen(*tensors: Tensor | None) -> bool:
     if torch_c._dispatch_tls_local_include_set().raw_repr() & ~_ALWAYS:
         return False
     return all(
-        tensor is None or (tensor.__class__ is Tensor and not tensor.is_neg() and not tensor._is_zerotensor())
+        tensor is None
+        or (tensor.__class__ is Tensor and not (tensor.is_neg() or tensor._is_zerotensor() or tensor.is_meta))
         for tensor in tensors
     )
 
