@@ -31,6 +31,11 @@ REMOVED: Final = {
 """Settings of earlier builds, with advice for their users; otherwise nothing would report that they have no effect."""
 
 
+def why_removed(setting: str) -> str | None:
+    """Return the advice about a setting of an earlier build, given without its prefix; None for any other name."""
+    return REMOVED.get(PREFIX + setting.upper())
+
+
 def refuse_misspelt(environment: Mapping[str, str] | None = None) -> None:
     """Raise ValueError for a removed setting, and for an unknown variable whose name is similar to a known one.
 

@@ -13,7 +13,13 @@ from typing import Any, ClassVar, Final, Literal, Self, TypedDict
 from pydantic import AliasChoices, Field, PositiveInt, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
-from foreshock.contract.environment import PREFIX, REMOVED, as_header_carries, names_a_host, refuse_misspelt, token_in
+from foreshock.contract.environment import (
+    as_header_carries,
+    names_a_host,
+    refuse_misspelt,
+    token_in,
+    why_removed,
+)
 from foreshock.contract.modes import DEFAULT_MITIGATION, parse_mode
 from foreshock.contract.orders import SwitchScope
 from foreshock.contract.wire import Identifier, ModeName, Policy
@@ -358,7 +364,7 @@ def _sentence(error: dict[str, Any]) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         whose, fields = "the agent", AgentConfig.model_fields
-        if why := REMOVED.get(PREFIX + where.upper()):
+        if why := why_removed(where):
             return f"{where} is no longer a setting: {why}"
         if error["loc"][0] == "detectors":
             whose, fields = "the detectors", DetectorConfig.model_fields

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from foreshock.contract.environment import PREFIX, REMOVED
+from foreshock.contract.environment import why_removed
 from foreshock.monitor.agent import Agent
 from foreshock.monitor.attaching import attach
 from foreshock.monitor.attention.watched_layer import leave_no_trace_in_copies
@@ -182,7 +182,7 @@ def _without_removed(settings: AgentSettings) -> AgentSettings:
     """Return the settings of a checkpoint without those that only earlier builds of foreshock had."""
     present: Any = dict(settings)
     for name in settings:
-        if why := REMOVED.get(PREFIX + name.upper()):
+        if why := why_removed(name):
             logger.warning(
                 "foreshock: the checkpoint's setting %s is ignored; it is no longer a setting: %s", name, why
             )
