@@ -35,7 +35,7 @@ class World:
         return [body for at, body in self.said if at == path]
 
     def alerts(self, path: str) -> set[tuple[str, str]]:
-        """(alert, run) of everything that this receiver was told as firing."""
+        """(alert, run) of every firing alert that this receiver got."""
         return {
             (alert["labels"]["alertname"], alert["labels"].get("run", ""))
             for body in self.to(path)

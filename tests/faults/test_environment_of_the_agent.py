@@ -156,7 +156,7 @@ def test_the_proxy_in_use_is_named_without_its_login(
     monkeypatch.setenv("HTTP_PROXY", f"http://ann:secret-word@{host}:{port}")
     to = started_sender(AWAY)
     send(to, 1)
-    eventually("it is told", lambda: words(caplog))
+    eventually("the log says so", lambda: words(caplog))
     to.close(IN_ORDER_SECONDS)
     route = f"{AWAY}/v1/batches through the proxy http://{host}:{port} (HTTP_PROXY)"
     assert any(f"batches are sent to {route}" in record.getMessage() for record in caplog.records)

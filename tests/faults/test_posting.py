@@ -213,9 +213,9 @@ def test_a_service_that_is_back_is_told_and_one_that_comes_and_goes_is_not_told_
     with hostile_server(hang) as server:
         to = started_sender(server.url, request_seconds=0.2)
         send(to, 1)
-        eventually("it is told", lambda: any("no service answers" in line for line in said(caplog)))
+        eventually("the log says so", lambda: any("no service answers" in line for line in said(caplog)))
         server.behaviour = acknowledge
-        eventually("it is told to be back", lambda: any("answers again" in line for line in said(caplog)))
+        eventually("the log says that it is back", lambda: any("answers again" in line for line in said(caplog)))
         server.behaviour = hang
         before = to._failures
         send(to, 2)

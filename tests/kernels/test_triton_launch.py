@@ -1,4 +1,4 @@
-"""What every kernel of a call is told, what is refused, and the edges of what is served."""
+"""The arguments of every kernel launch, refused calls, and the limits of supported ones."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models in modes of execution and of transformers: not a bit changes, and each row counts once, whoever computes."""
+"""Models in modes of execution and of transformers: not a bit changes, and each row counts once on every backend."""
 
 import functools
 from collections.abc import Callable, Iterator

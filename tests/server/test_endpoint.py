@@ -1,4 +1,4 @@
-"""What stands at the service's edge: a batch is read within limits, and refused whole, with reasons; what arrives is
+"""The service's edge: a batch is read within limits, and refused whole, with reasons; what arrives is
 data and never becomes a path."""
 
 import json

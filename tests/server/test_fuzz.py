@@ -349,12 +349,12 @@ def test_whatever_the_wire_brings_every_reader_goes_on(fuzzed: Fuzzed, many: set
 
     @many
     @given(wire_bodies(), headers(), st.sampled_from(READS), st.integers(1, 2 * MIDDLE))
-    def case(named: tuple[str, bytes], beside: dict[str, str], path: str, step: int) -> None:
+    def case(named: tuple[str, bytes], extra: dict[str, str], path: str, step: int) -> None:
         run, body = named
         fuzzed.send("POST", "/v1/batches", loss_alone(run, step))
-        status = fuzzed.send("POST", "/v1/batches", body, **beside).status_code
+        status = fuzzed.send("POST", "/v1/batches", body, **extra).status_code
         answers[status] += 1
-        fuzzed.send("GET", path.replace("{run}", run), None, **beside)
+        fuzzed.send("GET", path.replace("{run}", run), None, **extra)
         fuzzed.send("GET", f"/v1/runs/{run}/curves?line=head.score_max&max_points=9", None)
         if answers.total() % 10 == 0:
             for run_id, span in product(range(1, 7), range(1, 4)):
@@ -376,8 +376,8 @@ def test_no_method_or_header_breaks_any_address(fuzzed: Fuzzed, many: settings) 
 
     @many
     @given(methods, st.sampled_from(READS), headers(), st.one_of(st.none(), st.binary(max_size=60)))
-    def case(method: str, path: str, beside: dict[str, str], body: bytes | None) -> None:
-        fuzzed.send(method, path.replace("{run}", "run-1"), body, **beside)
+    def case(method: str, path: str, extra: dict[str, str], body: bytes | None) -> None:
+        fuzzed.send(method, path.replace("{run}", "run-1"), body, **extra)
 
     case()
     assert_the_healthy_run_is_whole(fuzzed)

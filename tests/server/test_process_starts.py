@@ -156,7 +156,7 @@ async def test_a_run_that_was_deleted_while_it_trains_asks_its_agent_what_it_wat
     detail = await service.get("/v1/runs/run-1")
     assert (len(detail["layers"]), detail["policy"], detail["last_step"]) == (2, "auto", 4)
     told = (await service.get("/v1/runs/run-1/events", kind="started"))["events"]
-    assert len(told) == 1, "it is told once, however often it is said"
+    assert len(told) == 1, "the log has it once, however often it is reported"
 
 
 async def told(service: Any) -> list[str]:

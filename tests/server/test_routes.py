@@ -70,7 +70,7 @@ async def test_what_people_say_of_a_run_is_kept_found_and_told_and_its_name_stay
     assert trail["rows"][1]["details"] == {**said, "tags": ["baseline", "keep"]}
     await service.client.patch(f"/v1/runs/{rank.run}", json={"who": "Grace", "tags": []})
     assert len((await service.get("/v1/audit"))["rows"]) == 2, "what changes nothing is no row"
-    await service.store(rank, rank.sample(3))  # and the run goes on under its name
+    await service.store(rank, rank.sample(3))  # the run continues under its name
     assert (await service.get(f"/v1/runs/{rank.run}"))["last_step"] == 3
 
 

@@ -215,7 +215,7 @@ def _check_address(host: str, port: int) -> None:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that reports its address, and ends open streams and long reads when it is told to stop."""
+    """A uvicorn server that reports its address, and ends open streams and long reads at a signal to stop."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[str], None]) -> None:
         super().__init__(config)
