@@ -76,6 +76,10 @@ async def test_the_page_is_never_kept_and_its_assets_are_those_that_it_names(ser
     assert len(assets) >= 2
     for asset in assets:
         assert (await service.client.get(f"/{asset}")).status_code == 200, asset
+    for path in ("/", f"/{assets[0]}"):  # a file is sent whole, whatever range the request names
+        parts = await service.client.get(path, headers={"range": "bytes=9-1"})
+        whole = await service.client.get(path)
+        assert (parts.status_code, parts.content) == (200, whole.content), path
 
 
 def test_a_chore_that_fails_is_logged_and_tried_again_until_the_service_closes() -> None:

@@ -16,8 +16,9 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
-from starlette.responses import FileResponse
+from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
+from starlette.types import Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 import foreshock
@@ -119,11 +120,17 @@ def _serve_page(app: FastAPI) -> None:
 
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
-    async def page() -> FileResponse:
-        return FileResponse(dist / "index.html", headers={"cache-control": "no-cache"})
+    async def page() -> Response:
+        return HTMLResponse((dist / "index.html").read_bytes(), headers={"cache-control": "no-cache"})
 
     if (dist / "assets").is_dir():
-        app.mount("/assets", StaticFiles(directory=dist / "assets"))
+        app.mount("/assets", partial(_whole_file, StaticFiles(directory=dist / "assets")))
+
+
+async def _whole_file(static: StaticFiles, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send a file whole. Starlette refuses a wrong Range header in plain text; errors here are problem+json."""
+    headers = [(name, value) for name, value in scope["headers"] if name != b"range"]
+    await static({**scope, "headers": headers}, receive, send)
 
 
 async def _chores(settings: Settings, store: Store, broadcaster: Broadcaster, retention: Retention) -> None:
