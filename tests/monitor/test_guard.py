@@ -21,13 +21,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from foreshock.contract import wire
-from foreshock.monitor import attach
+from foreshock.monitor import attach, sampling
 from foreshock.monitor.attention import watched_layer
 from foreshock.monitor.detect.detectors import Readings
 from foreshock.monitor.guard import FAULTS_IN_A_ROW, LOG_EVERY_SECONDS, Guard, default_torch_modes
-from foreshock.monitor.sampling import detector_thread
-from foreshock.monitor.sampling.collector import Counted
-from foreshock.monitor.sampling.detector_thread import DetectorResult, DetectorThread
+from foreshock.monitor.sampling import Counted, DetectorResult, DetectorThread
 
 QUICK: dict[str, Any] = {"sample_every_steps": 1, "quiet": True, "url": None}
 
@@ -276,7 +274,7 @@ def steps(taken: list[DetectorResult]) -> list[int]:
 def test_a_detector_that_is_stuck_holds_a_boundary_for_a_bounded_time_and_is_heard_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(detector_thread, "LONGEST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(sampling, "LONGEST_WAIT_SECONDS", 0.05)
     free = threading.Event()
 
     def detect_when_free(sample: Counted) -> DetectorResult:
@@ -286,7 +284,7 @@ def test_a_detector_that_is_stuck_holds_a_boundary_for_a_bounded_time_and_is_hea
     detectors = DetectorThread(detect_when_free)
     detectors.put(counted(1))
     assert detectors.take() == []
-    monkeypatch.setattr(detector_thread, "LONGEST_WAIT_SECONDS", 3600.0)
+    monkeypatch.setattr(sampling, "LONGEST_WAIT_SECONDS", 3600.0)
     detectors.put(counted(2))
     assert detectors.take() == []  # who waited in vain does not wait again
     free.set()
@@ -337,8 +335,8 @@ class SlowDetectors(ScriptedDetectors):
 def test_one_thread_alone_updates_and_reads_the_detectors_also_where_a_checkpoint_meets_late_detectors(
     monkeypatch: pytest.MonkeyPatch, in_time: bool
 ) -> None:
-    monkeypatch.setattr(detector_thread, "LONGEST_WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(detector_thread, "LONGEST_LAST_WAIT_SECONDS", 20.0 if in_time else 0.05)
+    monkeypatch.setattr(sampling, "LONGEST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(sampling, "LONGEST_LAST_WAIT_SECONDS", 20.0 if in_time else 0.05)
     with attach(tiny_gpt(), sample_every_steps=1, quiet=True, url=None) as agent:
         agent.detectors = slow = SlowDetectors(4)
         for _ in range(4):
@@ -348,7 +346,7 @@ def test_one_thread_alone_updates_and_reads_the_detectors_also_where_a_checkpoin
         saved = agent.state_dict()
         assert saved["detectors"] == ({"seen": 4} if in_time else None)  # none rather than half an update
         slow.free.set()
-        monkeypatch.setattr(detector_thread, "LONGEST_LAST_WAIT_SECONDS", 20.0)
+        monkeypatch.setattr(sampling, "LONGEST_LAST_WAIT_SECONDS", 20.0)
         assert agent.state_dict()["detectors"] == {"seen": 4}
         agent.step(1.0)
     assert [reading.step for reading in slow.readings] == [1, 2, 3, 4, 5]

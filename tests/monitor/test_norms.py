@@ -40,8 +40,8 @@ from foreshock.monitor.model.layers import (
     tensor_parallel_dims,
     why_unmeasured,
 )
+from foreshock.monitor.model.norms import ModelNorms
 from foreshock.monitor.model.openness import key_bias_of
-from foreshock.monitor.sampler import ModelNorms
 
 
 @pytest.mark.parametrize(

@@ -26,17 +26,9 @@ from torch import Tensor
 
 from foreshock.contract import wire
 from foreshock.contract.slots import SLOT_COUNT, Slot, Words, identity_row, merge_words, slot_values
-from foreshock.monitor import attach
+from foreshock.monitor import attach, sampling
 from foreshock.monitor.config import AgentConfig
-from foreshock.monitor.sampler import SamplingSchedule
-from foreshock.monitor.sampling import collector
-from foreshock.monitor.sampling.collector import (
-    MAX_FLIGHTS,
-    MAX_NOTES,
-    Collector,
-    Counted,
-    SampleDraft,
-)
+from foreshock.monitor.sampling import MAX_FLIGHTS, MAX_NOTES, Collector, Counted, SampleDraft, SamplingSchedule
 
 DEFAULTS: dict[str, Any] = {
     "sample_every_steps": None,
@@ -85,7 +77,7 @@ def test_ranks_whose_clocks_differ_sample_the_same_steps(skew: float, monkeypatc
 
 def numbered(numbers: list[int | None], every: int = 10, watch_from: int | None = None) -> list[tuple[int, int]]:
     """The samples (since_step, step) of a training that numbers its steps so, as a schedule alone takes them."""
-    schedule = SamplingSchedule(AgentConfig(sample_every_steps=every, url=None))
+    schedule = SamplingSchedule(every, close_watch_steps=AgentConfig.close_watch_steps)
     first = numbers[0]
     schedule.begin_at(since := max(first - 1, 0) if first is not None else 0)
     samples = []
@@ -153,7 +145,7 @@ def test_where_samples_are_rare_what_is_noted_of_the_steps_is_sampled_before_it_
 
 
 def test_a_sample_holds_what_the_agent_took_of_its_own_steps_alone() -> None:
-    schedule = SamplingSchedule(AgentConfig(url=None))
+    schedule = SamplingSchedule(10)
     for taken, mean in ((3.0, 1.5), (0.5, 0.25)):
         schedule.agent_took(taken)
         schedule.step_done(None)
@@ -348,8 +340,8 @@ class Devices:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.queued: dict[torch.device, list[Callable[[], object]]] = {}
-        monkeypatch.setattr(collector, "_copied", self.copied)
-        monkeypatch.setattr(collector, "_recorded", self.event)
+        monkeypatch.setattr(sampling, "_copied", self.copied)
+        monkeypatch.setattr(sampling, "_recorded", self.event)
 
     def copied(self, source: OnDevice) -> Tensor:
         now = torch.tensor(source.tolist(), dtype=source.dtype)

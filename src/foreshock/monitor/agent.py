@@ -32,11 +32,17 @@ from foreshock.monitor.detect.detectors import Detectors
 from foreshock.monitor.detect.levels import KERNEL, LEVEL
 from foreshock.monitor.detect.readings import Readings
 from foreshock.monitor.guard import Guard, default_torch_modes, logger, say
+from foreshock.monitor.model.norms import ModelNorms
 from foreshock.monitor.outbox import Outbox, Sink
 from foreshock.monitor.qk_clip import Clipping
-from foreshock.monitor.sampler import Sampler
-from foreshock.monitor.sampling.collector import Counted, SampleDraft
-from foreshock.monitor.sampling.detector_thread import DetectorResult, DetectorThread
+from foreshock.monitor.sampling import (
+    Counted,
+    DetectorResult,
+    DetectorThread,
+    SampleDraft,
+    Sampler,
+    SamplingSchedule,
+)
 from foreshock.monitor.switching import Switchboard
 
 UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError)
@@ -165,8 +171,15 @@ class Agent:
         self.readings: Readings | None = None
         """The detectors' readings of the newest sample; None before the first one, and if they failed."""
         self._clipping = Clipping(config, attached, self._guards["qk_clip"], self._new_id, emit)
-        self._sampler = Sampler(config, attached, self._guards, self._clipping.before_sample)
-        self._schedule = self._sampler.schedule
+        self._schedule = SamplingSchedule(
+            config.stride,
+            least_seconds=config.sampled_seconds if config.sample_every_steps is None else 0.0,
+            norms_every_steps=config.norms_every_steps,
+            close_watch_steps=config.close_watch_steps,
+        )
+        norms = ModelNorms(attached.layers, [layout.current for layout in attached.layouts])
+        before_sample = self._clipping.before_sample
+        self._sampler = Sampler(self._schedule, attached.state, norms, self._guards, before_sample)
         clipping = self._clipping
         self._crisis = Crisis(
             attached.model, lambda: clipping.optimizers, config.close_watch_steps, self._schedule.watch_closely

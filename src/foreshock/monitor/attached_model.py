@@ -44,8 +44,7 @@ from foreshock.monitor.guard import default_torch_modes, logger
 from foreshock.monitor.model.discovery import Found, find_attention, is_called_attention, table_of
 from foreshock.monitor.model.layers import device_of
 from foreshock.monitor.model.openness import openness, rounding
-from foreshock.monitor.sampling import collector as collecting
-from foreshock.monitor.sampling.collector import Counted, nonfinite, passes
+from foreshock.monitor.sampling import Counted, passes
 
 GRADIENTS_EVERY: Final = 16
 """One measured step in this many also compares rows of gradients, which takes about 50 small operations per layer."""
@@ -423,15 +422,15 @@ class AttachedModel:
             since_step=counted.since_step,
             **head_readings(counted.words),
             modes=counted.modes,
-            loss=collecting.mean(counted.losses),
-            grad_norm=collecting.largest(counted.grad_norms),
+            loss=counted.loss,
+            grad_norm=counted.grad_norm,
             suspect_step=counted.suspect_step,
             learning_rate=counted.learning_rate,
             rounds=any(layer.rounds for layer in self.watched),
             broken_step=counted.broken_step,
             place=self._place(counted),
             softmax=self.finder.broken_softmax,
-            lost_steps=max(0, nonfinite(counted.grad_norms) - nonfinite(counted.losses)),
+            lost_steps=max(0, counted.nonfinite_grad_norms - counted.nonfinite_losses),
             parameters=counted.parameters.sentence if counted.parameters else "",
             weights_broken=counted.parameters is not None and counted.parameters.weights,
         )

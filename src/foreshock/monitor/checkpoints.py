@@ -15,7 +15,7 @@ from foreshock.contract.causes import CAUSES, IncidentCause
 from foreshock.contract.decision import cause_of, is_active
 from foreshock.contract.resume import SECOND_NAME
 from foreshock.monitor.guard import logger
-from foreshock.monitor.sampling.collector import passes
+from foreshock.monitor.sampling import passes
 
 LOOK_EVERY: Final = 8
 """In a run of several processes, each looks for a proposal once in this many steps."""

@@ -22,7 +22,7 @@ from foreshock.contract import wire
 from foreshock.contract.metrics import catalog
 from foreshock.contract.slots import Slot, slot_values
 from foreshock.monitor.guard import Guard, logger
-from foreshock.monitor.sampling.collector import Counted
+from foreshock.monitor.sampling import Counted
 
 _QUEUE: Final = 64
 _PREFIX: Final = "foreshock/"

@@ -13,7 +13,7 @@ from foreshock.contract.route import through
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard, say
 from foreshock.monitor.mirror import Mirror
-from foreshock.monitor.sampling.collector import SampleDraft
+from foreshock.monitor.sampling import SampleDraft
 from foreshock.monitor.transport.sender import Sender
 
 Sink = Callable[[wire.Event], None]

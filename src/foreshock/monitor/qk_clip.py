@@ -40,7 +40,7 @@ from foreshock.monitor.model.layers import (
     spans_of,
     stored,
 )
-from foreshock.monitor.sampling.collector import Counted, passes
+from foreshock.monitor.sampling import Counted, passes
 
 ALPHA: Final = 0.5
 """Exponent of gamma for the queries, as in Kimi K2."""

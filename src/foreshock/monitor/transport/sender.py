@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from foreshock.contract import wire
 from foreshock.monitor.config import AgentConfig
 from foreshock.monitor.guard import Guard
-from foreshock.monitor.sampling.collector import SampleDraft
+from foreshock.monitor.sampling import SampleDraft
 from foreshock.monitor.transport.outage import Outage
 from foreshock.monitor.transport.posting import (
     Answer,
