@@ -1,4 +1,4 @@
-"""`foreshock demo` from its first line to its last, against a real service, without PyTorch."""
+"""`foreshock demo` from start to end, with a real service and without PyTorch."""
 
 import signal
 import subprocess
@@ -27,20 +27,20 @@ app(sys.argv[1:])
 
 
 @pytest.mark.full
-def test_the_whole_demo_shows_all_runs_on_its_page_and_tells_what_happened() -> None:
-    said = Looking("Left alone, the loss of")
-    story = demo.play(Console(file=said, width=200), port=0, steps_per_second=None)
-    text = said.getvalue()
+def test_demo_shows_every_completed_run_and_prints_key_events() -> None:
+    terminal = Looking("Left alone, the loss of")
+    story = demo.play(Console(file=terminal, width=200), port=0, steps_per_second=None)
+    text = terminal.getvalue()
     for name in NAMES:
         last = recordings()[name].samples[-1].step
-        assert (said.seen[name]["last_step"], said.seen[name]["status"]) == (last, "completed")
+        assert (terminal.seen[name]["last_step"], terminal.seen[name]["status"]) == (last, "completed")
         assert story.records[name].warnings
     assert f"step {story.records[SWITCHED].switches[0].step:>6,}  switched" in text
     assert f"step {story.dangerous[LEFT_ALONE]:>6,}  left-alone     its largest score reaches 512." in text
 
 
 @pytest.mark.full
-def test_the_demo_needs_no_pytorch_and_warns_of_the_run_that_is_left_alone() -> None:
+def test_demo_runs_without_pytorch_and_prints_a_warning() -> None:
     command = [sys.executable, "-P", "-c", WITHOUT_TORCH, "demo", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1) as process:
         assert process.stdout is not None
@@ -48,17 +48,17 @@ def test_the_demo_needs_no_pytorch_and_warns_of_the_run_that_is_left_alone() -> 
             assert process.stdout.readline().startswith("Recorded failures, played back.")
             assert any("left-alone     warning: Layer " in line for line in process.stdout)
         finally:
-            process.send_signal(signal.SIGINT)  # it ends its service too
+            process.send_signal(signal.SIGINT)  # the demo stops its service too
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_demo_that_is_killed_leaves_no_service_behind(number: signal.Signals) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_demo_stops_its_service(signal_number: signal.Signals) -> None:
     command = [sys.executable, "-P", "-m", "foreshock", "demo", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1) as process:
         assert process.stdout is not None
         page = next(line for line in process.stdout if line.startswith("Live page: ")).split()[-1]
         assert httpx.get(page, trust_env=False).status_code == 200
-        process.send_signal(number)
+        process.send_signal(signal_number)
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -69,7 +69,7 @@ def test_a_demo_that_is_killed_leaves_no_service_behind(number: signal.Signals) 
         time.sleep(0.1)
 
 
-def test_training_needs_pytorch_and_says_how_to_get_it() -> None:
+def test_demo_train_without_pytorch_reports_the_missing_package() -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-c", WITHOUT_TORCH, "demo", "--train"], check=False, capture_output=True, text=True
     )
@@ -78,9 +78,9 @@ def test_training_needs_pytorch_and_says_how_to_get_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("options", "sentence"),
     [(["--seed", "3"], "add --train"), (["--train", "--steps-per-second", "9"], "leave out --train")],
 )
-def test_an_option_of_the_other_half_is_refused(given: list[str], sentence: str) -> None:
-    done = foreshock("demo", *given)
+def test_demo_rejects_options_of_the_other_mode(options: list[str], sentence: str) -> None:
+    done = foreshock("demo", *options)
     assert (done.exit_code, sentence in done.stderr) == (1, True)

@@ -1,4 +1,4 @@
-"""What a command says, to people and to machines."""
+"""Output of commands: safe text, JSON, CSV, tables and closed pipes."""
 
 import io
 import json
@@ -16,30 +16,30 @@ from foreshock.cli import output
 
 
 @given(st.text())
-def test_what_is_shown_moves_no_cursor_and_keeps_its_lines(text: str) -> None:
-    told = output.shown(text)
-    assert not any(ord(letter) < 32 and letter not in "\n\t" for letter in told)
-    assert not set(told) & set("\x7f\x1b\x9b\u202e\u2066")
-    assert len(told) == len(text)
-    assert told.count("\n") == text.count("\n")
+def test_control_characters_are_replaced_and_line_breaks_preserved(text: str) -> None:
+    cleaned = output.shown(text)
+    assert not any(ord(character) < 32 and character not in "\n\t" for character in cleaned)
+    assert not set(cleaned) & set("\x7f\x1b\x9b\u202e\u2066")
+    assert len(cleaned) == len(text)
+    assert cleaned.count("\n") == text.count("\n")
 
 
 @given(st.lists(st.floats() | st.none() | st.text(), max_size=5))
-def test_json_is_read_back_and_numbers_that_it_has_no_word_for_are_null(values: list[object]) -> None:
+def test_printed_json_is_valid_with_null_for_non_finite_numbers(values: list[object]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stdout", stream := io.StringIO())
         output.print_json({"values": tuple(values)})
-    wanted = [None if isinstance(x, float) and not math.isfinite(x) else x for x in values]
-    assert json.loads(stream.getvalue()) == {"values": wanted}
+    expected = [None if isinstance(x, float) and not math.isfinite(x) else x for x in values]
+    assert json.loads(stream.getvalue()) == {"values": expected}
 
 
-def test_csv_has_names_first_and_nothing_where_nothing_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_csv_has_a_header_and_empty_cells_for_none_and_nan(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_csv(["a", "b", "c"], [[1, None, math.nan], ["x,y", 0.5, math.inf]])
     assert capsys.readouterr().out.splitlines() == ["a,b,c", "1,,", '"x,y",0.5,inf']
 
 
 @pytest.mark.parametrize("width", [10, 30, 200])
-def test_a_table_s_cells_stand_whole_in_a_terminal_of_any_width(width: int) -> None:
+def test_table_cells_are_not_truncated_at_any_terminal_width(width: int) -> None:
     table = Table("first column", "second column")
     table.add_row("0.123456789", "a sentence of five words")
     stream = io.StringIO()
@@ -64,7 +64,7 @@ app(["lines"])
 
 
 @pytest.mark.parametrize("lines", [2, 100_000])
-def test_a_reader_that_has_read_enough_is_no_error(lines: int) -> None:
+def test_closed_output_pipe_is_not_an_error(lines: int) -> None:
     program = PROGRAM.format(lines=lines)
     reader = subprocess.Popen(["true"], stdin=subprocess.PIPE)
     assert reader.stdin is not None

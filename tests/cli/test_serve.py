@@ -1,4 +1,4 @@
-"""A service that cannot start says why in a sentence, and no secret with it."""
+"""`foreshock serve` reports why it cannot start, without printing secrets."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from foreshock.server.testing import LiveService
 
 
 def serve_with(variables: dict[str, str], folder: Path) -> tuple[int, str]:
-    """The end of a real `foreshock serve` that cannot start: its exit code and everything it printed."""
+    """Exit code and output of a real `foreshock serve` that cannot start."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "foreshock", "serve"],
         env={**os.environ, "FORESHOCK_PORT": "0", **variables},
@@ -28,7 +28,7 @@ HASHED = '{"name": "%s", "sha256": "%s", "scopes": ["read"]}'
 
 
 @pytest.mark.parametrize(
-    ("variables", "words", "secret"),
+    ("variables", "message", "secret"),
     [
         ({"FORESHOCK_TOKEN": "horse-staple"}, "FORESHOCK_TOKEN", "horse-staple"),
         (
@@ -48,26 +48,26 @@ HASHED = '{"name": "%s", "sha256": "%s", "scopes": ["read"]}'
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_wrong_at_the_start_is_said_and_no_secret_with_it(
-    variables: dict[str, str], words: str, secret: str, monkeypatch: pytest.MonkeyPatch
+def test_serve_reports_invalid_settings_without_printing_secrets(
+    variables: dict[str, str], message: str, secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     done = foreshock("serve", "--port", "0")
-    said = done.output + done.stderr
+    output = done.output + done.stderr
     assert done.exit_code == 1
-    assert words in said
-    assert secret not in said
-    assert "Traceback" not in said
-    assert "pydantic" not in said, "that is how it was found, not what is wrong"
+    assert message in output
+    assert secret not in output
+    assert "Traceback" not in output
+    assert "pydantic" not in output, "the message names the validation library instead of the problem"
 
 
-def test_a_second_service_on_one_sqlite_file_is_refused_and_a_later_one_is_not(tmp_path: Path) -> None:
+def test_second_service_on_one_sqlite_file_is_rejected_until_the_first_stops(tmp_path: Path) -> None:
     with LiveService(tmp_path) as first:
-        status, said = serve_with({"FORESHOCK_DATABASE_URL": f"sqlite:///{tmp_path}/foreshock.db"}, tmp_path)
+        status, output = serve_with({"FORESHOCK_DATABASE_URL": f"sqlite:///{tmp_path}/foreshock.db"}, tmp_path)
         assert status == 1
-        assert "another service already uses" in said
-        assert "Traceback" not in said
+        assert "another service already uses" in output
+        assert "Traceback" not in output
         with first.client() as client:
             assert client.get("/readyz").status_code == 200
     with LiveService(tmp_path) as later, later.client() as client:

@@ -1,4 +1,4 @@
-"""The store, its backup and its audit trail, told as JSON."""
+"""JSON output of `export`, `delete`, `audit export` and the `store` commands."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,9 @@ from foreshock.contract.wire import Finished
 from foreshock.server.testing import FakeRank, LiveService
 
 
-def test_what_is_exported_deleted_and_verified_is_told_as_json_too(tmp_path: Path) -> None:
-    def told(*words: str) -> dict[str, Any]:
-        done = foreshock(*words, "--json")
+def test_export_delete_audit_and_store_commands_report_json(tmp_path: Path) -> None:
+    def json_of(*arguments: str) -> dict[str, Any]:
+        done = foreshock(*arguments, "--json")
         assert done.exit_code == 0, done.output
         return dict(json.loads(done.stdout))
 
@@ -23,9 +23,9 @@ def test_what_is_exported_deleted_and_verified_is_told_as_json_too(tmp_path: Pat
         rank = FakeRank(run="short", layers=2)
         ended = Finished(step=2, unix_seconds=1.0, status="completed")
         live.post(rank.batch(rank.started(), rank.sample(1), rank.sample(2, loss=float("nan")), ended))
-        worst = told("export", "short", "head.score_max", "--layer", "1", "--url", live.url)
+        worst = json_of("export", "short", "head.score_max", "--layer", "1", "--url", live.url)
         assert {point["worst_head"] in (0, 1, 2) for point in worst["points"]} == {True}
-        assert told("export", "short", "run.loss", "--url", live.url) == {
+        assert json_of("export", "short", "run.loss", "--url", live.url) == {
             "run": "short",
             "metric": "run.loss",
             "layer": None,
@@ -35,25 +35,27 @@ def test_what_is_exported_deleted_and_verified_is_told_as_json_too(tmp_path: Pat
                 {"step": 2, "low": None, "high": None, "last": None},
             ],
         }
-        asked = CliRunner().invoke(app, ["delete", "short", "--reason", "x", "--json", "--url", live.url], input="n\n")
-        assert asked.exit_code == 1
-        assert "This cannot be undone" in asked.stderr
-        assert "This cannot be undone" not in asked.stdout
-        gone = told("delete", "short", "--reason", "a try", "--yes", "--url", live.url)
-        assert gone == {"deleted": "short", "last_step": 2}
+        declined = CliRunner().invoke(
+            app, ["delete", "short", "--reason", "x", "--json", "--url", live.url], input="n\n"
+        )
+        assert declined.exit_code == 1
+        assert "This cannot be undone" in declined.stderr
+        assert "This cannot be undone" not in declined.stdout
+        deleted = json_of("delete", "short", "--reason", "a try", "--yes", "--url", live.url)
+        assert deleted == {"deleted": "short", "last_step": 2}
         trail = tmp_path / "trail.jsonl"
-        first = told("audit", "export", str(trail), "--url", live.url)
+        first = json_of("audit", "export", str(trail), "--url", live.url)
     assert first["appended"] == first["rows"] == len(trail.read_text().splitlines()) > 0
     copy = tmp_path / "copy.db"
-    saved = told("store", "backup", str(copy), "--database-url", store)
+    saved = json_of("store", "backup", str(copy), "--database-url", store)
     assert saved == {"file": str(copy), "bytes": copy.stat().st_size}
-    held = told("store", "check", "--database-url", store)
-    assert held == {"runs": 0, "batches": 0, "audit_rows": first["rows"]}
-    assert told("store", "restore", str(copy), "--database-url", f"sqlite:///{tmp_path}/again.db") == held
+    counts = json_of("store", "check", "--database-url", store)
+    assert counts == {"runs": 0, "batches": 0, "audit_rows": first["rows"]}
+    assert json_of("store", "restore", str(copy), "--database-url", f"sqlite:///{tmp_path}/again.db") == counts
 
 
-def test_the_file_of_a_token_is_read_for_the_audit_trail_too(tmp_path: Path) -> None:
-    gone = ["audit", "export", str(tmp_path / "trail.jsonl"), "--token-file", str(tmp_path / "gone")]
-    done = CliRunner().invoke(app, gone)
+def test_audit_export_reports_a_missing_token_file(tmp_path: Path) -> None:
+    command = ["audit", "export", str(tmp_path / "trail.jsonl"), "--token-file", str(tmp_path / "missing")]
+    done = CliRunner().invoke(app, command)
     assert done.exit_code == 1
-    assert f"{tmp_path}/gone" in done.stderr
+    assert f"{tmp_path}/missing" in done.stderr

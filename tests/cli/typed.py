@@ -1,4 +1,4 @@
-"""Types a command, in this process or in one of its own, and keeps what it said."""
+"""Runs a foreshock command in this process and returns its exit code and output."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""docs/quickstart.md, followed by the letter: its commands are run as they stand, in its order, in one shell."""
+"""Runs the commands of docs/quickstart.md unchanged, in order, in one shell."""
 
 import os
 import re
@@ -11,17 +11,17 @@ from tests.e2e.running import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "quickstart.md").read_text()
-MOST_SECONDS = 600.0
-"""Of part 2; the page promises ten minutes for everything, and the demos take seven on two cores."""
+TIMEOUT_SECONDS = 600.0
+"""For part 2. The page promises ten minutes for everything, and the demos take seven on two cores."""
 
 
 def blocks() -> list[str]:
-    """The commands that the page says can be typed as they stand."""
+    """The shell blocks of the page."""
     return re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def checkout(folder: Path) -> Path:
-    """The repository as the first part leaves it: everything in place, and a `.venv` whose commands are on the path."""
+    """A copy of the repository after the first part: all files, and a `.venv` with its commands on the path."""
     for part in ROOT.iterdir():
         if part.name not in (".venv", ".git", "foreshock.db"):
             (folder / part.name).symlink_to(part)
@@ -35,16 +35,16 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-def test_the_first_blocks_are_the_demos_and_make_knows_them() -> None:
+def test_first_two_quickstart_commands_run_the_demos() -> None:
     for block, command in zip(blocks()[:2], ("foreshock demo", "foreshock demo --train"), strict=True):
         make, target = block.split()
-        # Under `make test` a make within a make would also say which folder it enters and leaves.
+        # Under `make test`, a nested make would also print the folders that it enters and leaves.
         dry_run = [make, "--dry-run", "--no-print-directory", target]
         done = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, check=True)
         assert done.stdout.rstrip().endswith(f"-m {command}")
 
 
-def test_a_bare_clone_gets_its_demo_without_pytorch() -> None:
+def test_make_demo_in_a_fresh_clone_installs_only_the_server_extra() -> None:
     done = subprocess.run(
         ["make", "--dry-run", "--always-make", "demo"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -53,16 +53,16 @@ def test_a_bare_clone_gets_its_demo_without_pytorch() -> None:
 
 
 @pytest.mark.full
-def test_a_newcomer_who_types_what_the_page_says_switches_a_head_and_takes_it_back(tmp_path: Path) -> None:
+def test_quickstart_commands_switch_a_head_and_undo_the_switch(tmp_path: Path) -> None:
     port = str(free_port())
-    typed = [block.replace("8765", port) for block in blocks()[2:]]
-    assert len(typed) == 4
-    # A person reads a sentence before typing on; here that takes as long as the run needs to appear.
-    seen = "until foreshock runs 2>/dev/null | grep -q plain-loop; do sleep 0.2; done\n"
-    script = "set -euo pipefail\nset -m\n" + seen.join([typed[0], "".join(typed[1:])])
-    # Nor does a person type within the second in which the next sample tells of the switched head.
-    (look,) = (line for line in script.splitlines() if "switched heads:" in line)
-    script = script.replace(look, f"until ({look}\n) | grep -q '2 row_corrected'; do sleep 0.2; done\n{look}")
+    commands = [block.replace("8765", port) for block in blocks()[2:]]
+    assert len(commands) == 4
+    # A user reads a sentence before the next command; the script waits until the run appears.
+    wait_for_run = "until foreshock runs 2>/dev/null | grep -q plain-loop; do sleep 0.2; done\n"
+    script = "set -euo pipefail\nset -m\n" + wait_for_run.join([commands[0], "".join(commands[1:])])
+    # A user also types after the next sample has reported the switched head; the script waits for that sample.
+    (listing,) = (line for line in script.splitlines() if "switched heads:" in line)
+    script = script.replace(listing, f"until ({listing}\n) | grep -q '2 row_corrected'; do sleep 0.2; done\n{listing}")
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "FORESHOCK_PORT": port,
@@ -78,7 +78,7 @@ def test_a_newcomer_who_types_what_the_page_says_switches_a_head_and_takes_it_ba
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=MOST_SECONDS,
+        timeout=TIMEOUT_SECONDS,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{(tmp_path / 'training.log').read_text()[-2000:]}"
     assert "layer 0 head 2: plain -> row_corrected" in done.stdout

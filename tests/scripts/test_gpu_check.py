@@ -1,4 +1,4 @@
-"""scripts/gpu-check keeps what each part found, also without a GPU."""
+"""scripts/gpu-check records the result of each part, even without a GPU."""
 
 import json
 import subprocess
@@ -13,10 +13,10 @@ def check(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_each_part_leaves_its_log_and_its_line_of_the_summary(tmp_path: Path) -> None:
-    also = tmp_path / "also.py"
-    also.write_text("import sys\nprint('asked with', *sys.argv[1:4])\nsys.exit('1' in sys.argv[2])\n")
-    result = check(str(tmp_path / "out"), "--parts", "also", "--also", str(also), "--minutes", "3")
+def test_summary_has_the_exit_status_and_last_lines_of_each_part(tmp_path: Path) -> None:
+    program = tmp_path / "also.py"
+    program.write_text("import sys\nprint('asked with', *sys.argv[1:4])\nsys.exit('1' in sys.argv[2])\n")
+    result = check(str(tmp_path / "out"), "--parts", "also", "--also", str(program), "--minutes", "3")
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert {name: part["status"] for name, part in summary.items()} == {
         "also_seed_0": 0,
@@ -27,15 +27,15 @@ def test_each_part_leaves_its_log_and_its_line_of_the_summary(tmp_path: Path) ->
     assert summary["also_seed_2"]["end"] == ["asked with --seed 2 --budget"]
 
 
-def test_a_part_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    also = tmp_path / "also.py"
-    also.write_text("import time\ntime.sleep(600)\n")
-    result = check(str(tmp_path / "out"), "--parts", "also", "--also", str(also), "--minutes", "0.05")
+def test_part_over_its_time_limit_is_stopped(tmp_path: Path) -> None:
+    program = tmp_path / "also.py"
+    program.write_text("import time\ntime.sleep(600)\n")
+    result = check(str(tmp_path / "out"), "--parts", "also", "--also", str(program), "--minutes", "0.05")
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert [part["status"] for part in summary.values()] == [None, None, None]
     assert result.returncode == 1
 
 
-def test_a_part_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+def test_unknown_part_is_rejected(tmp_path: Path) -> None:
     result = check(str(tmp_path), "--parts", "bench,kernels")
     assert "parts kernels do not exist; there are machine, bench, tests, also" in result.stderr
