@@ -27,7 +27,7 @@ from foreshock.contract.slots import Slot, identity_row
 from foreshock.contract.wire import AgentHealth, Array, Finished, Sample, Switched
 from foreshock.server.http.exposition import Line, encoder, head_tables, line
 from foreshock.server.readings import Axis, MergedSteps
-from foreshock.server.runs.newest import with_sample
+from foreshock.server.runs.current import with_sample
 from foreshock.server.settings import Token
 from foreshock.server.testing import FakeRank
 

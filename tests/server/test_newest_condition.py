@@ -8,7 +8,7 @@ from tests.cli.typed import foreshock
 
 from foreshock.contract.wire import Finished, Severity
 from foreshock.server.models import IncidentChange
-from foreshock.server.runs.newest import condition_of
+from foreshock.server.runs.current import condition_of
 from foreshock.server.testing import FakeRank, LiveService
 
 NOW = 10_000.0

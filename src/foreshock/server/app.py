@@ -34,7 +34,7 @@ from foreshock.server.logs import Counters, configure_logs
 from foreshock.server.notifier import Notifier
 from foreshock.server.readings import ROLLING_SECONDS, Roller
 from foreshock.server.runs.broadcast import Broadcaster
-from foreshock.server.runs.listing import SummaryCache
+from foreshock.server.runs.current import SummaryCache
 from foreshock.server.settings import Settings
 from foreshock.server.store.database import Store, repeat, sole_service, unusable
 from foreshock.server.store.retention import Retention

@@ -33,10 +33,10 @@ from foreshock.contract.wire import MAX_ACK_BYTES, Batch, Command, HeadRef, Swit
 from foreshock.server.models import CommandRequest, CommandStatus, RankAnswer, SwitchedTo, SwitchPlan
 from foreshock.server.problems import ProblemError
 from foreshock.server.readings import passed_over, read_back
+from foreshock.server.runs.current import active_warnings, find_run
 from foreshock.server.runs.eventlog import heads_of, nobody_answers, order_in_words, printable, write_events
 from foreshock.server.runs.incidents import carried_out, present, reject_evidence, rejected_heads
-from foreshock.server.runs.listing import active_warnings, find_run
-from foreshock.server.runs.newest import Ranks, all_ended, concerned, described, heads_by_rank, nobody_left
+from foreshock.server.runs.ranks import Ranks, all_ended, concerned, described, heads_by_rank, nobody_left
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import lock_runs

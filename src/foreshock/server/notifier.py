@@ -30,7 +30,7 @@ from foreshock.server.models import RunEvent
 from foreshock.server.outgoing import Outgoing, OutgoingError
 from foreshock.server.runs.eventlog import events_after, newest_cursor
 from foreshock.server.runs.incidents import incidents_of
-from foreshock.server.runs.newest import status_of
+from foreshock.server.runs.ranks import status_of
 from foreshock.server.settings import Settings
 from foreshock.server.store import process_starts
 from foreshock.server.store.database import Store, insert_or_ignore, log_store_error, pause, set_state

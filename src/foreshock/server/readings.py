@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 from pydantic import BaseModel, RootModel, ValidationError
-from sqlalchemy import Connection, Row, Select, delete, insert, or_, select, text, update
+from sqlalchemy import Connection, Row, Select, and_, case, delete, desc, func, insert, or_, select, text, update
 
 from foreshock.contract.metrics.catalog import BY_KEY, METRICS
 from foreshock.contract.metrics.head_metrics import HEAD_METRICS
@@ -37,7 +37,7 @@ from foreshock.contract.metrics.metric import AcrossRanks, Metric
 from foreshock.contract.slots import OLDEST_SLOT_COUNT, SLOT_COUNT, Floats, fitted, identity_row, merge_words
 from foreshock.contract.wire import PER_HEAD, HeadRef, Layer, Sample
 from foreshock.server.store.database import Store, give_up_if_cancelled, lock_runs
-from foreshock.server.store.schema import boots, rollup_spans, rollups, samples, topologies
+from foreshock.server.store.schema import boots, rollup_spans, rollups, runs, samples, topologies
 
 log = structlog.get_logger()
 M = TypeVar("M", bound=BaseModel)
@@ -400,6 +400,35 @@ def merge_scalars(parts: Sequence[dict[str, float | None]]) -> dict[str, float |
             with np.errstate(invalid="ignore", over="ignore"):
                 merged[name] = float(_REDUCE[_ACROSS_RANKS.get(name, "max")](values))
     return merged
+
+
+Newest = tuple[Axis, list[Row[Any]]]
+"""The heads of a run and the samples of its newest reading."""
+_STEPS_LOOKED_AT: Final = 16
+
+
+def newest_samples(connection: Connection, run_ids: Collection[int]) -> dict[int, Newest]:
+    """Return, for each run with samples, its heads and the samples of its newest reading, in three queries.
+
+    The newest reading is the newest of the last few steps that the most ranks of the newest generation have reported.
+    """
+    live = LIVE_SAMPLES.order_by(None)
+    steps = live.with_only_columns(samples.c.step).where(samples.c.run_id == runs.c.id).group_by(samples.c.step)
+    nth = steps.order_by(desc(samples.c.step)).offset(_STEPS_LOOKED_AT - 1).limit(1).correlate(runs).scalar_subquery()
+    lately = select(runs.c.id, func.coalesce(nth, 0).label("first")).where(runs.c.id.in_(run_ids)).cte()
+    living = func.count(func.distinct(case((boots.c.newest, boots.c.rank))))
+    ranks = func.count(func.distinct(boots.c.rank))
+    order = desc(living), desc(ranks), desc(samples.c.step)
+    place = func.row_number().over(partition_by=samples.c.run_id, order_by=order)
+    placed = live.with_only_columns(samples.c.run_id, samples.c.step, place.label("place"))
+    placed = placed.join(lately, and_(samples.c.run_id == lately.c.id, samples.c.step >= lately.c.first))
+    newest = placed.group_by(samples.c.run_id, samples.c.step).cte()
+    same = and_(samples.c.run_id == newest.c.run_id, samples.c.step == newest.c.step, newest.c.place == 1)
+    rows: dict[int, list[Row[Any]]] = defaultdict(list)
+    for row in connection.execute(LIVE_SAMPLES.join(newest, same)):
+        rows[row.run_id].append(row)
+    axes = axes_of(connection, rows.keys())
+    return {run_id: (axes[run_id], own) for run_id, own in rows.items()}
 
 
 def merged_steps(

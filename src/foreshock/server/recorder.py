@@ -28,8 +28,8 @@ from foreshock.contract.wire import (
 )
 from foreshock.server.process_order import Arrival, place, record_shared_ranks, supersede
 from foreshock.server.readings import SPAN, changed_runs, changed_spans, heads_of_layers, pack_sample
+from foreshock.server.runs.current import heads_measured, with_sample
 from foreshock.server.runs.eventlog import Logged, sentence_of, write_events
-from foreshock.server.runs.newest import heads_measured, with_sample
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import Many, insert_or_ignore, lock_runs
 from foreshock.server.store.process_starts import BootKey, place_of

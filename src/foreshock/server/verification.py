@@ -25,7 +25,7 @@ from foreshock.server.commands import changes_for, propose
 from foreshock.server.drawing import Curve, Window, draw, edges
 from foreshock.server.readings import axis_of
 from foreshock.server.runs.incidents import SwitchedHead, carried_out, record_incidents, warned_of
-from foreshock.server.runs.newest import described
+from foreshock.server.runs.ranks import described
 from foreshock.server.settings import Settings
 from foreshock.server.store import process_starts
 from foreshock.server.store.database import Store, lock_runs

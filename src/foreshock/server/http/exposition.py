@@ -39,8 +39,8 @@ from foreshock.server.logs import Counters, lines
 from foreshock.server.models import ActiveWarning
 from foreshock.server.notifier import words_of
 from foreshock.server.readings import Axis, MergedSteps, read_back, unreadable
-from foreshock.server.runs.listing import Losses, RunNow, losses, runs_now
-from foreshock.server.runs.newest import NORMS, Earlier, carry, earlier_samples, status_of
+from foreshock.server.runs.current import NORMS, Earlier, Losses, RunNow, carry, earlier_samples, losses, runs_now
+from foreshock.server.runs.ranks import status_of
 from foreshock.server.settings import Settings
 from foreshock.server.store import process_starts
 from foreshock.server.store.database import Store, give_up_if_cancelled

@@ -49,11 +49,11 @@ from foreshock.server.models import (
     Undo,
 )
 from foreshock.server.problems import ProblemError
-from foreshock.server.runs import listing
+from foreshock.server.runs import current
+from foreshock.server.runs.current import find_run, list_runs, run_detail
 from foreshock.server.runs.eventlog import checkpoints_of, events_of
 from foreshock.server.runs.incidents import acknowledge, incidents_of
-from foreshock.server.runs.listing import find_run, list_runs, run_detail
-from foreshock.server.runs.newest import described, status_of
+from foreshock.server.runs.ranks import described, status_of
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import LeftError, Store, T, Turns, Work, lock_runs, set_state
@@ -161,7 +161,7 @@ async def patch_run(request: Request, caller: Actor, run: str, description: Desc
     """Give a run a display name, tags and notes. Agents, alerts and addresses still use the run's name."""
 
     def describe(connection: Connection) -> RunDetail:
-        listing.describe(connection, run, f"{description.who} ({caller.name})", description)
+        current.describe(connection, run, f"{description.who} ({caller.name})", description)
         return run_detail(connection, find_run(connection, run), _verify_steps(request))
 
     return await _write(request, describe)
@@ -171,7 +171,7 @@ async def patch_run(request: Request, caller: Actor, run: str, description: Desc
 async def delete_run(request: Request, caller: Deleter, run: str, decision: Annotated[Decision, Query()]) -> Response:
     """Delete a run that no longer trains, with all its data. This is final."""
     state = request.app.state
-    await listing.delete(state.store, run, f"{decision.who} ({caller.name})", decision)
+    await current.delete(state.store, run, f"{decision.who} ({caller.name})", decision)
     state.broadcaster.deleted(run)
     return Response(status_code=204)
 

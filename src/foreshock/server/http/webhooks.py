@@ -25,7 +25,7 @@ from foreshock.server.auth import Actor
 from foreshock.server.commands import changes_for, propose
 from foreshock.server.models import Problem, Storable, WebhookResult
 from foreshock.server.runs.incidents import incidents_of
-from foreshock.server.runs.newest import described
+from foreshock.server.runs.ranks import described
 from foreshock.server.settings import Settings
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.database import insert_or_ignore, lock_runs, set_state

@@ -21,14 +21,11 @@ from foreshock.contract.orders import Order
 from foreshock.contract.wire import SEVERITIES, HeadRef, Switched, Verdict
 from foreshock.server.models import IncidentChange
 from foreshock.server.problems import ProblemError
-from foreshock.server.readings import Axis, merge, read_back
+from foreshock.server.readings import Newest, merge, newest_samples, read_back
 from foreshock.server.runs.eventlog import heads_of, printable, write_events
-from foreshock.server.runs.newest import described, heads_by_rank, newest_samples, status_of
+from foreshock.server.runs.ranks import described, heads_by_rank, status_of
 from foreshock.server.store import audit, process_starts
 from foreshock.server.store.schema import boots, command_ranks, commands, events, warnings
-
-Newest = tuple[Axis, list[Row[Any]]]
-"""The heads of a run and the samples of its newest reading, as `newest_samples` returns them."""
 
 
 class Given(NamedTuple):
