@@ -53,12 +53,12 @@ WORKERS ?= 3
 OR_NONE = $(if $(ARGS),|| test $$? = 5)
 
 test: .venv/.dev servers ## run the tests, with real servers, except slow ones
-	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not alone" $(ARGS) $(OR_NONE)
-	@$(PYTEST) -m alone $(ARGS) $(OR_NONE)
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "not serial" $(ARGS) $(OR_NONE)
+	@$(PYTEST) -m serial $(ARGS) $(OR_NONE)
 
 test-full: .venv/.dev servers ## run the slow tests: kernels in Triton's interpreter, the whole demo, end-to-end tests
-	@$(PYTEST) --tier full -n $(WORKERS) --dist loadfile -m "full and not alone" $(ARGS) $(OR_NONE)
-	@$(PYTEST) --tier full -m "full and alone" $(ARGS) $(OR_NONE)
+	@$(PYTEST) --tier full -n $(WORKERS) --dist loadfile -m "full and not serial" $(ARGS) $(OR_NONE)
+	@$(PYTEST) --tier full -m "full and serial" $(ARGS) $(OR_NONE)
 
 faults-long: .venv/.dev servers ## run the crash, fuzz and soak tests at the promised sizes; takes hours
 	@$(PY) -m pytest tests/faults tests/server --tier long $(ARGS)

@@ -1,4 +1,4 @@
-"""The tiers of the tests, their sizes, and what runs with the machine to itself."""
+"""Test tiers and sizes, and the tests that run one at a time."""
 
 import gc
 import logging
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT: Final = Path(__file__).parents[1]
-ALONE: Final = (
+SERIAL: Final = (
     "tests/e2e/test_from_training_to_switch.py",
     "tests/faults/test_host_cost.py",
     "tests/faults/test_kills.py",
@@ -21,13 +21,12 @@ ALONE: Final = (
     "tests/faults/test_ranks.py",
     "tests/server/test_soak.py",
 )
-"""Tests that measure time, or stop and starve processes: they run one after another, with the machine to themselves,
-after the others, which share it."""
+"""Tests that measure time, or stop and starve processes: they run one at a time, after the parallel tests."""
 
 
-# A busy machine is no fault of a test: what takes long is stopped by pytest-timeout alone.
-settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("house")
+# A slow machine must not fail a test: only pytest-timeout stops slow tests.
+settings.register_profile("foreshock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("foreshock")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,13 +35,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tier",
         choices=("quick", "full", "long"),
         default="quick",
-        help="full: also the tests marked `full`; long: all of them, at the sizes that the promises name",
+        help="full: also tests marked `full`; long: all tests, at the sizes stated in the promises",
     )
-    parser.addoption("--size", metavar="NAME=N", action="append", default=[], help="one size of another number")
+    parser.addoption("--size", metavar="NAME=N", action="append", default=[], help="set the size NAME to N")
 
 
 class Sizes:
-    """How large a test is made: `sizes("service_kills", quick=3, long=500)`, or what --size NAME=N says."""
+    """Size of a test: `sizes("service_kills", quick=3, long=500)`, unless --size NAME=N overrides it."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.long = config.getoption("--tier") == "long"
@@ -52,7 +51,7 @@ class Sizes:
         return int(self._given.get(name, long if self.long else quick))
 
     def fuzzed(self, cases: int) -> settings:
-        """Hypothesis on so many cases: always the same ones, but for the long tier."""
+        """Hypothesis settings for `cases` examples: the same examples in each run, except in the long tier."""
         return settings(
             max_examples=cases,
             deadline=None,
@@ -62,104 +61,106 @@ class Sizes:
         )
 
     def until(self) -> float:
-        """When a test that repeats itself stops all the same: --size seconds=N from now, on the monotonic clock."""
+        """Deadline of a test that repeats its work: --size seconds=N from now, on the monotonic clock."""
         return time.monotonic() + self("seconds", quick=600, long=6 * 3600)
 
 
 @pytest.fixture(autouse=True)
-def logs_as_before() -> Iterator[None]:
-    """A service that is started in this process sends all logs to what standard error was then: a file that pytest
-    closes, so that the next test's output would be full of logging errors."""
+def restore_logging() -> Iterator[None]:
+    """A service in this process logs to the standard error of its start. pytest closes that file, so later tests would
+    print logging errors."""
     loggers = [logging.getLogger(name) for name in (None, "alembic", "uvicorn")]
     root, levels = loggers[0], [logger.level for logger in loggers]
     handlers = list(root.handlers)
-    structured = _structured()
+    config_before = _structlog_config()
     yield
     root.handlers = handlers
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
-    if (structlog := sys.modules.get("structlog")) is not None and _structured() != structured:
+    if (structlog := sys.modules.get("structlog")) is not None and _structlog_config() != config_before:
         structlog.reset_defaults()
-        if structured is not None:
-            structlog.configure(**structured)
+        if config_before is not None:
+            structlog.configure(**config_before)
 
 
 @pytest.fixture(autouse=True)
-def attention_as_before() -> Iterator[None]:
-    """A test that leaves its agent attached fails itself, not whoever comes after it."""
-    before = _rebound()
+def check_attention_is_restored() -> Iterator[None]:
+    """A test that leaves its agent attached fails, instead of a later test."""
+    before = _attention_rebound()
     yield
-    assert _rebound() in (False, before), "this test left an agent attached: PyTorch's attention is still rebound"
+    assert _attention_rebound() in (False, before), (
+        "the test left an agent attached: PyTorch's attention is still replaced"
+    )
 
 
-def _rebound() -> bool:
+def _attention_rebound() -> bool:
     interception = sys.modules.get("foreshock.monitor.attention.interception")
     functional = sys.modules.get("torch.nn.functional")
     if interception is None or functional is None:
         return False
-    ours: Any = interception.scaled_dot_product_attention
-    return functional.scaled_dot_product_attention is ours
+    replacement: Any = interception.scaled_dot_product_attention
+    return functional.scaled_dot_product_attention is replacement
 
 
-def _structured() -> dict[str, Any] | None:
-    """How structlog was set up, if anybody did; where only kernels are tested it is not even installed."""
+def _structlog_config() -> dict[str, Any] | None:
+    """The configuration of structlog, if any; machines that only test kernels do not install structlog."""
     structlog = sys.modules.get("structlog")
     return structlog.get_config() if structlog is not None and structlog.is_configured() else None
 
 
 @pytest.fixture(scope="session")
 def sizes(pytestconfig: pytest.Config) -> Sizes:
-    """The sizes of this session."""
+    """The test sizes of this session."""
     return Sizes(pytestconfig)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Of a run that wants the tests that run alone, or those that do not, the files of the others are not imported;
-    nor are files without a test marked `full` where these are wanted."""
+    """Skips importing files that the marker expression excludes: serial or parallel files, and files without a test
+    marked `full`."""
     _, full, kind = config.option.markexpr.rpartition("full and ")
-    if collection_path.suffix != ".py" or kind not in ("alone", "not alone"):
+    if collection_path.suffix != ".py" or kind not in ("serial", "not serial"):
         return None
-    other = _alone(collection_path) == (kind == "not alone") or (
+    not_selected = _is_serial(collection_path) == (kind == "not serial") or (
         full and "mark.full" not in collection_path.read_text()
     )
-    return True if other else None
+    return True if not_selected else None
 
 
-def _alone(path: Path) -> bool:
-    return path.relative_to(ROOT).as_posix().startswith(ALONE)
+def _is_serial(path: Path) -> bool:
+    return path.relative_to(ROOT).as_posix().startswith(SERIAL)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what runs alone, leaves out what the tier does not ask for, and gives the tiers their time."""
+    """Marks serial tests, excludes tests that the tier does not run, and sets the tier's timeout."""
     for item in items:
-        if _alone(item.path):
-            item.add_marker("alone")
+        if _is_serial(item.path):
+            item.add_marker("serial")
     tier = config.getoption("--tier")
     if tier == "quick":
-        left_out = [item for item in items if item.get_closest_marker("full")]
+        excluded = [item for item in items if item.get_closest_marker("full")]
         items[:] = [item for item in items if not item.get_closest_marker("full")]
-        if left_out:
-            config.hook.pytest_deselected(items=left_out)
-    else:  # a test of the long tier may take hours; it says itself when it hangs
+        if excluded:
+            config.hook.pytest_deselected(items=excluded)
+    else:  # a long-tier test may take hours and detects hangs itself
         for item in items:
             item.add_marker(pytest.mark.timeout(6 * 3600 if tier == "long" else 900), append=False)
 
 
 def pytest_collection_finish() -> None:
-    """What all tests import is half a million objects, which every later collection of garbage would go through."""
+    """The imports create half a million objects; freezing them keeps later garbage collections fast."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """What was not run and how to run it; how to run again what failed."""
+    """Prints how to run the excluded tests, and how to repeat the failed tests."""
     tier = config.getoption("--tier")
     if tier == "quick":
-        terminalreporter.write_line("tests marked `full` were left out (--tier quick); `make test-full` runs them")
+        terminalreporter.write_line("tests marked `full` were excluded (--tier quick); `make test-full` runs them")
     reports = [*terminalreporter.stats.get("failed", ()), *terminalreporter.stats.get("error", ())]
     failed = list(dict.fromkeys(report.nodeid for report in reports))
     if failed:
         more = f" (and {len(failed) - 5} more)" if len(failed) > 5 else ""
-        terminalreporter.write_line(f"to run what failed by itself{more}, with the log of each step and no other load:")
+        terminalreporter.write_line(f"to repeat only the failed tests{more}, with verbose output and no other load:")
         given = " ".join(shlex.quote(name) for name in failed[:5])
         terminalreporter.write_line(f"  .venv/bin/python -P -m pytest -vv --tier {tier} {given}")

@@ -1,4 +1,4 @@
-"""Settings of which a test changes constants too, and the environment that they are read from."""
+"""Helpers that override settings, including class constants, and environment variables."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def settings_with(kind: type[Kind], **given: Any) -> Kind:
-    """Settings of which some may be constants of the class."""
+    """Settings with these values, some of which may be constants of the class."""
     constants = {name: value for name, value in given.items() if name in kind.__class_vars__}
     made: type[Kind] = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     for name, value in constants.items():
@@ -20,7 +20,7 @@ def settings_with(kind: type[Kind], **given: Any) -> Kind:
 
 
 def set_alone(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str], *prefixes: str) -> None:
-    """Set these variables, and no other of foreshock's or with one of these prefixes."""
+    """Set these variables, and unset all other variables of foreshock or with one of these prefixes."""
     for name in [name for name in os.environ if name.startswith(("FORESHOCK_", *prefixes))]:
         monkeypatch.delenv(name)
     for name, value in variables.items():

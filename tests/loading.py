@@ -1,4 +1,4 @@
-"""Modules that lie outside every package: scripts and examples."""
+"""Import of modules outside every package: scripts and examples."""
 
 import importlib.util
 from pathlib import Path
@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def module_at(path: Path) -> ModuleType:
-    """The module in the file `path`, executed anew."""
+    """The module in the file `path`, executed on each call."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""The Python client, against a real service in its own process."""
+"""The Python client, against a real service in a separate process."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ STEPS = 7
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
-    """A service that knows one run of three layers with heads 0, 2 and 5, whose third loss was not a number."""
+    """A service with one run of three layers with heads 0, 2 and 5; the loss of step 3 is NaN."""
     with LiveService(tmp_path_factory.mktemp("service")) as running:
         rank = FakeRank(run="team-a/run-9", layers=3, heads=(0, 2, 5))
         samples = [rank.sample(step, loss=float("nan") if step == 3 else step / 4) for step in range(1, STEPS + 1)]
@@ -34,27 +34,27 @@ def service(live: LiveService) -> Iterator[Service]:
         yield client
 
 
-def test_runs_and_their_events_come_page_by_page(service: Service) -> None:
+def test_runs_and_events_are_listed_and_filtered_by_kind(service: Service) -> None:
     assert [run["run"] for run in service.runs()] == ["team-a/run-9"]
     assert service.run("team-a/run-9")["warnings"][0]["sentence"] == "layer 2 head 5 drifts"
     assert [event["kind"] for event in service.events("team-a/run-9")] == ["incident", "verdict", "started"]
     assert [event["kind"] for event in service.events("team-a/run-9", "started")] == ["started"]
 
 
-def test_who_has_no_name_on_this_machine_may_order_all_the_same(
+def test_user_without_a_login_name_can_order_and_edit_notes(
     service: Service, live: LiveService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A container that runs as a bare number has no name to look up, and an order cannot wait for one."""
+    """A container that runs under a bare user ID has no login name to look up."""
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 3_999_999_999)
-    with AnsweringAgent(live, FakeRank(run="nameless")):
-        order = service.switch("nameless", "row_corrected", reason="a test", dry_run=True)
-        assert service.describe("nameless", notes="a test")["notes"] == "a test"
+    with AnsweringAgent(live, FakeRank(run="no-login-name")):
+        order = service.switch("no-login-name", "row_corrected", reason="a test", dry_run=True)
+        assert service.describe("no-login-name", notes="a test")["notes"] == "a test"
     assert order["issued_by"] == "user 3999999999 (local)"
 
 
-def test_a_series_is_numpy_and_becomes_a_frame_of_pandas(service: Service) -> None:
+def test_series_has_numpy_arrays_and_converts_to_pandas(service: Service) -> None:
     loss = service.series("team-a/run-9", "run.loss")
     assert loss.steps.tolist() == list(range(1, STEPS + 1))
     assert loss.last.dtype == np.float64
@@ -66,43 +66,43 @@ def test_a_series_is_numpy_and_becomes_a_frame_of_pandas(service: Service) -> No
     assert frame["last"].loc[6] == 1.5
 
 
-def test_a_series_of_a_head_is_what_its_rank_counted(service: Service) -> None:
+def test_head_series_has_the_values_that_the_rank_sent(service: Service) -> None:
     rank = FakeRank(run="team-a/run-9", layers=3, heads=(0, 2, 5))
-    of_head = service.series("team-a/run-9", "head.score_offset", layer=1, head=5)
-    offsets = rank.words(6).view(np.float64)[5]  # layer 1, third of its heads
-    assert of_head.worst_head is None
-    assert any(np.isclose(of_head.last[5], value / 1000, rtol=1e-12) for value in offsets)
-    of_worst = service.series("team-a/run-9", "head.score_offset", layer=1)
-    assert of_worst.worst_head is not None
-    assert set(of_worst.worst_head) <= {0.0, 2.0, 5.0}
+    one_head = service.series("team-a/run-9", "head.score_offset", layer=1, head=5)
+    offsets = rank.words(6).view(np.float64)[5]  # layer 1, its third head
+    assert one_head.worst_head is None
+    assert any(np.isclose(one_head.last[5], value / 1000, rtol=1e-12) for value in offsets)
+    worst_heads = service.series("team-a/run-9", "head.score_offset", layer=1)
+    assert worst_heads.worst_head is not None
+    assert set(worst_heads.worst_head) <= {0.0, 2.0, 5.0}
 
 
-def test_a_matrix_names_its_worst_head(service: Service) -> None:
-    at_five = service.matrix("team-a/run-9", "head.score_offset", 5)
-    assert at_five.values.shape == (3, 3)
-    assert at_five.heads.tolist() == [0, 2, 5]
-    layer, head, value = at_five.worst()
-    assert abs(value) == np.abs(at_five.values).max()
+def test_matrix_finds_the_head_with_the_largest_value(service: Service) -> None:
+    matrix = service.matrix("team-a/run-9", "head.score_offset", 5)
+    assert matrix.values.shape == (3, 3)
+    assert matrix.heads.tolist() == [0, 2, 5]
+    layer, head, value = matrix.worst()
+    assert abs(value) == np.abs(matrix.values).max()
     line = service.series("team-a/run-9", "head.score_offset", layer=layer, head=head)
     assert line.last[line.steps == 5] == value
 
 
-def test_an_empty_matrix_has_no_worst_head() -> None:
-    nothing = Matrix("r", "m", "", 3, np.arange(1), np.arange(2), np.full((1, 2), np.nan))
+def test_matrix_without_finite_values_has_no_worst_head() -> None:
+    empty = Matrix("r", "m", "", 3, np.arange(1), np.arange(2), np.full((1, 2), np.nan))
     with pytest.raises(ValueError, match="run r has no finite m at step 3"):
-        nothing.worst()
+        empty.worst()
 
 
-def test_an_order_is_followed_to_its_answer_and_taken_back(live: LiveService, service: Service) -> None:
+def test_order_is_applied_and_undone(live: LiveService, service: Service) -> None:
     with AnsweringAgent(live, FakeRank(run="orders", boot="b2")), Service(live.url, who="tester") as tester:
         order = tester.switch("orders", "row_corrected", reason="a test", heads=[(1, 2), (0, 0)])
         done = service.wait(order, 60)
-        (back,) = (service.wait(order, 60) for order in service.undo(done["id"], reason="enough seen"))
+        (undo,) = (service.wait(order, 60) for order in service.undo(done["id"], reason="test done"))
     assert done["state"] == "applied"
     assert done["issued_by"].startswith("tester")
     assert [answer["after"] for answer in done["ranks"]] == [["row_corrected", "row_corrected"]]
-    assert back["undoes"] == done["id"]
-    assert [order["id"] for order in service.commands("orders")] == [back["id"], done["id"]]
+    assert undo["undoes"] == done["id"]
+    assert [order["id"] for order in service.commands("orders")] == [undo["id"], done["id"]]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_an_order_is_followed_to_its_answer_and_taken_back(live: LiveService, se
         (lambda s: s.switch("team-a/run-9", "fast", reason="x"), "mode"),
     ],
 )
-def test_what_cannot_be_answered_is_a_sentence(service: Service, ask: object, sentence: str) -> None:
+def test_invalid_request_raises_service_error(service: Service, ask: object, sentence: str) -> None:
     assert callable(ask)
     with pytest.raises(ServiceError, match=sentence):
         ask(service)
@@ -130,7 +130,7 @@ def test_what_cannot_be_answered_is_a_sentence(service: Service, ask: object, se
 @pytest.mark.parametrize(
     "run", ["other/../team-a/run-9", "team-a/run-9?", "team-a/run-9#2", "team-a/./run-9", "\x01\udcff"]
 )
-def test_a_name_never_means_the_run_that_an_address_would_make_of_it(service: Service, run: str) -> None:
+def test_special_characters_in_a_run_name_never_address_another_run(service: Service, run: str) -> None:
     asked = (
         lambda: service.run(run),
         lambda: service.delete(run, reason="a test"),
@@ -145,16 +145,16 @@ def test_a_name_never_means_the_run_that_an_address_would_make_of_it(service: Se
 @pytest.mark.parametrize(
     "url", ["127.0.0.1:8765", "ftp://127.0.0.1", "http://[::1", "http://", "http://127.0.0.1:port"]
 )
-def test_what_is_no_address_of_a_service_is_a_sentence(url: str) -> None:
+def test_invalid_service_url_is_rejected(url: str) -> None:
     with pytest.raises(ServiceError, match=r"is not the address of a service; use http://HOST:PORT"):
         Service(url)
 
 
 @pytest.mark.parametrize("token", ["two\nlines", "schlüssel", "nul\0"])
-def test_a_token_that_no_header_carries_is_a_sentence_without_it(token: str) -> None:
-    with pytest.raises(ServiceError, match="printable ASCII") as refused:
+def test_invalid_token_is_rejected_without_printing_it(token: str) -> None:
+    with pytest.raises(ServiceError, match="printable ASCII") as error:
         Service("http://127.0.0.1:8765", token)
-    assert token not in str(refused.value)
+    assert token not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_token_that_no_header_carries_is_a_sentence_without_it(token: str) -> 
         (httpx.Response(401, json={"detail": "No token."}), "No token.\nset a token"),
     ],
 )
-def test_an_address_that_is_not_foreshock_is_a_sentence(reply: httpx.Response, sentence: str) -> None:
+def test_unexpected_response_raises_service_error(reply: httpx.Response, sentence: str) -> None:
     with (
         Service("http://elsewhere", transport=httpx.MockTransport(lambda request: reply)) as client,
         pytest.raises(ServiceError, match=sentence),
@@ -175,7 +175,7 @@ def test_an_address_that_is_not_foreshock_is_a_sentence(reply: httpx.Response, s
 
 
 @pytest.mark.promise("A28")
-def test_cookies_and_redirects_of_an_answer_change_nothing_and_no_request_is_logged(
+def test_cookies_and_redirects_are_ignored_and_requests_are_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -199,7 +199,7 @@ def test_cookies_and_redirects_of_an_answer_change_nothing_and_no_request_is_log
 @pytest.mark.parametrize(
     ("name", "value"), [("SSL_CERT_FILE", "/nope/ca.pem"), ("HTTPS_PROXY", "127.0.0.1:bad"), ("ALL_PROXY", "ftp://x")]
 )
-def test_a_variable_that_cannot_be_used_is_named_and_concerns_no_service_on_this_machine(
+def test_invalid_proxy_or_certificate_variable_is_named_but_ignored_for_localhost(
     name: str, value: str, live: LiveService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -213,9 +213,7 @@ def test_a_variable_that_cannot_be_used_is_named_and_concerns_no_service_on_this
         away.run("any")
 
 
-def test_address_and_token_come_from_the_caller_the_environment_or_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_url_and_token_come_from_arguments_environment_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = []
 
     def answered(request: httpx.Request) -> httpx.Response:

@@ -1,5 +1,5 @@
-"""What the documents name is there: files, tests, promises, public names, commands; generated pages name what they
-must, and docs/models.md the tests that serve a model in a mode."""
+"""The documents name only existing files, tests, promises, public names and commands; generated pages are complete, and
+docs/models.md lists the models and modes that tests cover."""
 
 import importlib.util
 import inspect
@@ -38,18 +38,18 @@ def documents() -> list[Path]:
     return [page for page in pages if "node_modules" not in page.parts]
 
 
-def test_every_file_that_a_document_links_to_is_there() -> None:
-    lost = [
+def test_linked_files_exist() -> None:
+    broken = [
         f"{page.relative_to(ROOT)}: {target}"
         for page in documents()
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text())
         if not target.startswith(("http:", "https:")) and not (page.parent / target).exists()
     ]
     assert len(documents()) > 20
-    assert lost == []
+    assert broken == []
 
 
-def test_every_test_that_a_document_names_is_there() -> None:
+def test_test_names_in_documents_exist() -> None:
     files = list((ROOT / "tests").rglob("*.py"))
     known = {path.stem for path in files}
     known |= {name for path in files for name in re.findall(r"def (test_\w+)", path.read_text())}
@@ -58,8 +58,8 @@ def test_every_test_that_a_document_names_is_there() -> None:
     assert sorted(f"{page.relative_to(ROOT)}: {name}" for page, name in named if name not in known) == []
 
 
-def test_the_reference_describes_every_public_name_from_its_docstring() -> None:
-    """A class or function stands under the name that it has at home, which is what Sphinx reads."""
+def test_python_reference_describes_every_public_name() -> None:
+    """A class or function is listed under the module that defines it, because Sphinx reads it there."""
     page = (ROOT / "docs" / "reference" / "python.md").read_text()
     described = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)(?:\(.*\))?$", page, re.MULTILINE))
     public = [
@@ -72,18 +72,18 @@ def test_the_reference_describes_every_public_name_from_its_docstring() -> None:
             if name not in ("Numerics", "CausalAlignment")
         ),
     ]
-    ours = [value for value in public if value.__module__.startswith("foreshock.")]
-    assert len(ours) >= 14
-    assert {f"{value.__module__}.{value.__qualname__}" for value in ours} <= described
+    own_objects = [value for value in public if value.__module__.startswith("foreshock.")]
+    assert len(own_objects) >= 14
+    assert {f"{value.__module__}.{value.__qualname__}" for value in own_objects} <= described
     assert {f"foreshock.kernels.flash_attention.spec.{name}" for name in ("Numerics", "CausalAlignment")} <= described
-    assert [value for value in ours if len((value.__doc__ or "").split()) < 8] == []
+    assert [value for value in own_objects if len((value.__doc__ or "").split()) < 8] == []
     members = set(re.search(r"agent\.Agent\n   :members: (.*)", page)[1].split(", "))  # type: ignore[index]
     assert members == {name for name in vars(foreshock.Agent) if name[0] != "_"}
 
 
-def test_the_files_that_the_design_names_for_each_addition_and_on_each_way_through_the_code_are_there() -> None:
+def test_files_named_in_the_design_document_exist() -> None:
     design = (ROOT / "docs" / "design.md").read_text()
-    additions, ways = (
+    additions, flows = (
         design.split(f"## {title}")[1].split("\n## ")[0]
         for title in ("To add something", "Three ways through the code")
     )
@@ -92,13 +92,13 @@ def test_the_files_that_the_design_names_for_each_addition_and_on_each_way_throu
     assert tuple(rows) == ("statistic", "metric", "condition", *others)
     named = {what: re.findall(r"`((?:[a-z]+/)+[\w./-]*)`", files) for what, files in rows.items()}
     assert all(named.values())
-    drawn = re.findall(r"(?:[a-z_]+/)+[a-z_]+\.py", ways)
-    assert len(set(drawn)) > 30
-    every = {name for names in (*named.values(), drawn) for name in names}
-    assert [name for name in every if not ((CODE / name).exists() or (ROOT / name).exists())] == []
+    in_flows = re.findall(r"(?:[a-z_]+/)+[a-z_]+\.py", flows)
+    assert len(set(in_flows)) > 30
+    paths = {name for names in (*named.values(), in_flows) for name in names}
+    assert [name for name in paths if not ((CODE / name).exists() or (ROOT / name).exists())] == []
 
 
-def test_every_promise_has_a_test_and_every_mark_a_promise() -> None:
+def test_every_promise_has_a_test_and_every_promise_mark_is_listed() -> None:
     parts = tomllib.loads((ROOT / "tests" / "promises.toml").read_text())
     promised = [promise for part in parts.values() for promise in part]
     assert set(DOCS.proofs()) == set(promised)
@@ -107,28 +107,28 @@ def test_every_promise_has_a_test_and_every_mark_a_promise() -> None:
         assert numbers == sorted(set(numbers)), f"promises {letter} have the numbers {numbers}"
 
 
-def test_every_setting_of_agent_and_service_has_a_row_with_its_variable() -> None:
+def test_every_setting_is_documented_with_its_environment_variable() -> None:
     page = "\n".join(DOCS.settings())
     for name in AgentConfig.model_fields:
         assert re.search(rf"^\| `{name}[.`].*`FORESHOCK_{name.upper()}`", page, re.MULTILINE), name
     for variable in Settings.variables():
-        assert f"`{variable.removesuffix('_FILE')}`" in page  # the page says of which it may be a file
+        assert f"`{variable.removesuffix('_FILE')}`" in page  # the page marks variables that may name a file
 
 
-def test_every_command_and_every_option_is_explained() -> None:
+def test_every_command_and_option_has_a_description() -> None:
     page = "\n".join(DOCS.commands())
     named = re.findall(r"^\* `(.*?)`(?:: (.*))?$", page, re.MULTILINE)
     assert len(named) > 100
     assert [name for name, meaning in named if len(re.findall(r"[a-z]{2,}", meaning)) < 2] == []
 
 
-def test_every_picture_is_shown() -> None:
-    there = {path.stem for path in (ROOT / "docs" / "images").glob("*.png")}
-    assert {name for page in documents() for name in re.findall(r"images/([a-z-]+)\.png", page.read_text())} == there
+def test_every_image_is_used_and_every_used_image_exists() -> None:
+    existing = {path.stem for path in (ROOT / "docs" / "images").glob("*.png")}
+    assert {name for page in documents() for name in re.findall(r"images/([a-z-]+)\.png", page.read_text())} == existing
 
 
 LAB: Final = ROOT / "src" / "foreshock" / "lab"
-CITING: Final = [
+PAGES_WITH_COMMANDS: Final = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *(LAB / name for name in ("README.md", "traces/README.md")),
@@ -139,8 +139,8 @@ SPAN: Final = re.compile(r"`((?:[A-Z_]+=\S* )*(?:foreshock|python -P|python|pyte
 COMMANDS: Final[Any] = typer.main.get_command(app)
 
 
-def cited(page: Path) -> Iterator[str]:
-    """The commands that a page names and does not say to be another commit's; a line of a block without its comment."""
+def commands_in(page: Path) -> Iterator[str]:
+    """The commands in a page, except those of another commit; lines of code blocks without their comment."""
     text = page.read_text()
     for command, after in SPAN.findall(text):
         if "at commit" not in after.split(".")[0].split(",")[0]:
@@ -153,8 +153,8 @@ def cited(page: Path) -> Iterator[str]:
                 yield re.split(r" [#>&|<]", line)[0]
 
 
-def missing(command: str) -> str | None:
-    """What of a command does not exist; None where all of it does."""
+def missing_part(command: str) -> str | None:
+    """The part of a command that does not exist; None if all parts exist."""
     words = [word for word in shlex.split(command.replace("...", "")) if not re.fullmatch(r"[A-Z_]+=.*", word)]
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -179,23 +179,23 @@ def missing(command: str) -> str | None:
 
 
 def options_of(command: Any) -> set[str]:
-    """Of a command, or of a group and all that is in it."""
+    """Options of a command, or of a group and all its commands."""
     own = {option for given in command.params for option in (*given.opts, *given.secondary_opts)}
     return own.union(*(options_of(part) for part in getattr(command, "commands", {}).values()))
 
 
-@pytest.mark.parametrize("page", CITING, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_commands_that_a_page_names_exist(page: Path) -> None:
-    assert {command: what for command in cited(page) if (what := missing(command)) is not None} == {}
+@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_documents_exist(page: Path) -> None:
+    assert {command: what for command in commands_in(page) if (what := missing_part(command)) is not None} == {}
 
 
-def test_a_command_that_is_gone_is_found() -> None:
-    assert missing("foreshock lab no-such-study x.gz") == "no-such-study"
-    assert missing("foreshock lab score x.gz --no-such-option") == "--no-such-option"
-    assert missing("python -P -m foreshock.lab.no_such_study") == "foreshock.lab.no_such_study"
-    assert missing("pytest tests/no_such_test.py") == "tests/no_such_test.py"
-    assert missing("make no-such-target") == "no-such-target"
-    assert sum(len(list(cited(page))) for page in CITING) >= 50
+def test_missing_commands_and_options_are_detected() -> None:
+    assert missing_part("foreshock lab no-such-study x.gz") == "no-such-study"
+    assert missing_part("foreshock lab score x.gz --no-such-option") == "--no-such-option"
+    assert missing_part("python -P -m foreshock.lab.no_such_study") == "foreshock.lab.no_such_study"
+    assert missing_part("pytest tests/no_such_test.py") == "tests/no_such_test.py"
+    assert missing_part("make no-such-target") == "no-such-target"
+    assert sum(len(list(commands_in(page))) for page in PAGES_WITH_COMMANDS) >= 50
 
 
 MODELS = (ROOT / "docs" / "models.md").read_text()
@@ -204,12 +204,12 @@ import json, sys, pytest
 
 class Marks:
     def pytest_collection_finish(self, session):
-        served = set()
+        marked = set()
         for item in session.items:
             wanted = " ".join(mark.kwargs["reason"] for mark in item.iter_markers("skipif"))
             place = "GPU" if "a CUDA device" in wanted or "a GPU" in wanted else "CPU"
-            served |= {(*mark.args, place) for mark in item.iter_markers("execution")}
-        print("SERVED", json.dumps(sorted(served)))
+            marked |= {(*mark.args, place) for mark in item.iter_markers("execution")}
+        print("MARKED", json.dumps(sorted(marked)))
 
 given = ["--collect-only", "-qq", "--tier", "full", "-m", "execution", "-p", "no:cacheprovider", "tests/monitor"]
 sys.exit(pytest.main(given, plugins=[Marks()]))
@@ -217,30 +217,31 @@ sys.exit(pytest.main(given, plugins=[Marks()]))
 
 
 @pytest.mark.full
-def test_the_table_of_modes_has_a_place_for_every_mark_of_a_test_and_no_other() -> None:
-    """In a process of its own: it collects tests."""
+def test_mode_table_matches_the_execution_marks_of_the_tests() -> None:
+    """In a separate process, because it collects tests."""
     command = [sys.executable, "-P", "-c", COLLECT]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    marked = {tuple(each) for each in json.loads(done.stdout.partition("SERVED ")[2].splitlines()[0])}
-    every = re.search(r"\*Every model\* means ([^.]+)\.", MODELS)[1].replace(" and ", ", ")  # type: ignore[index]
+    marked = {tuple(each) for each in json.loads(done.stdout.partition("MARKED ")[2].splitlines()[0])}
+    all_models = re.search(r"\*Every model\* means ([^.]+)\.", MODELS)[1].replace(" and ", ", ")  # type: ignore[index]
     rows = re.findall(
         r"^\| ([^|]+?) \|([^|]*)\|([^|]*)\|$", MODELS.partition("|---")[2].partition("\n\n")[0], re.MULTILINE
     )
-    told = {
+    documented = {
         (model, mode, place)
         for mode, *cells in rows
         for place, cell in zip(("CPU", "GPU"), cells, strict=True)
-        for model in cell.replace("every model", every).strip().split(", ")
+        for model in cell.replace("every model", all_models).strip().split(", ")
         if model
     }
-    assert told == marked
+    assert documented == marked
 
 
-def test_the_zoo_is_counted_as_its_record_says() -> None:
+def test_zoo_counts_in_the_models_document_match_the_results() -> None:
     records = json.loads((ROOT / "src/foreshock/benchmarks" / "results" / "zoo.json").read_text())
     keep, kernels = (
-        [how for record in records for how in record["layers"].get(way, {}).values()] for way in ("keep", "kernels")
+        [status for record in records for status in record["layers"].get(way, {}).values()]
+        for way in ("keep", "kernels")
     )
     wrong, refused = (sum(bool(record[what]) for record in records) for what in ("wrong", "refused"))
     counted = f"{keep.count('counted')} of them measured with `keep` and {kernels.count('counted')} with `kernels`"

@@ -1,5 +1,5 @@
-"""What README and docs/evidence.md say is so: code runs and prints what is below it, figures are those of results and
-recordings."""
+"""README.md and docs/evidence.md are correct: the example prints the documented output, and figures match the results
+and recordings."""
 
 import json
 import re
@@ -22,7 +22,7 @@ README = (ROOT / "README.md").read_text()
 PAGE = (ROOT / "docs" / "evidence.md").read_text()
 EVIDENCE = PAGE.split("### The paper's model explodes")[1].split("\n### ")[0]
 FAILING = (1, 9)
-"""Layer and head."""
+"""The failing layer and head."""
 
 
 def run(name: str, seed: int = 1) -> Trace:
@@ -30,13 +30,12 @@ def run(name: str, seed: int = 1) -> Trace:
 
 
 def raised(trace: Trace) -> list[wire.Verdict]:
-    """The warnings that were raised while the run was recorded."""
+    """The warnings that the run recorded."""
     return [e for e in trace.events if isinstance(e, wire.Verdict) and e.state == "raised"]
 
 
 def explosion(trace: Trace) -> int | None:
-    """The first step at which the loss is a quarter above what it was 50 to 200 steps before, and stays a fifth above
-    in the mean of 20 steps."""
+    """The first step with a loss 25 % above the median of 50 to 200 steps before and a mean of 20 steps 20 % above."""
     loss = trace.steps.loss
     for at in range(200, len(loss) - 20):
         before = float(np.median(loss[at - 200 : at - 50]))
@@ -54,7 +53,7 @@ def explosion(trace: Trace) -> int | None:
         *((f"branched/paper-gpt2-64k_{name}", 1) for name in ("control", "exact-delta", "row-corrected", "qk-clip")),
     ],
 )
-def test_each_run_explodes_and_is_warned_about_and_switched_where_the_table_says(name: str, seed: int) -> None:
+def test_steps_in_the_evidence_table_match_the_recordings(name: str, seed: int) -> None:
     trace = run(name, seed)
     exploded = explosion(trace)
     assert (f"not by {int(trace.steps.step[-1]):,}" if exploded is None else f"{exploded:,}") in EVIDENCE
@@ -70,7 +69,7 @@ def test_each_run_explodes_and_is_warned_about_and_switched_where_the_table_says
 
 
 @pytest.mark.full
-def test_today_s_detectors_name_no_cause_in_recordings_of_a_sample_of_rows_and_leave_the_treated_run_alone() -> None:
+def test_warnings_of_current_detectors_match_the_evidence_document() -> None:
     names = ("_flash-untreated", "-bias_flash-untreated", "_flash-rescued", "_row-corrected")
     flash, biased, rescued, corrected = score_traces([run(f"paper-gpt2-64k{name}") for name in names])
     assert {flash.cause, biased.cause} == {"score growth"}
@@ -89,7 +88,7 @@ def result(name: str) -> Any:
     return json.loads((ROOT / "src/foreshock/benchmarks/results" / f"{name}.json").read_text())
 
 
-def test_the_five_lines_run_and_print_what_is_below_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_example_runs_and_prints_the_documented_output(capsys: pytest.CaptureFixture[str]) -> None:
     model = runpy.run_path(str(ROOT / "examples" / "plain_loop.py"))["Model"]()
     torch.manual_seed(3)
     stepped: list[int] = []
@@ -110,10 +109,10 @@ def test_the_five_lines_run_and_print_what_is_below_them(capsys: pytest.CaptureF
     assert printed.out == ""
 
 
-def test_the_costs_are_those_that_were_measured() -> None:
-    agent, kept = result("agent_h200")["shapes"], result("agent_kept_h200")["shapes"]
+def test_readme_costs_match_the_benchmark_results() -> None:
+    agent, keep = result("agent_h200")["shapes"], result("agent_kept_h200")["shapes"]
     ratios = {each["ratios"]["kernels_agent / none"] for each in agent}
-    ratios |= {each["ratios"]["keep_agent / none"] for each in kept}
+    ratios |= {each["ratios"]["keep_agent / none"] for each in keep}
     costs = README.partition("\n## Cost\n")[2].partition("\n## ")[0]
     assert set(re.findall(r"\d+\.\d %", costs)) == {f"{100 * (ratio - 1):.1f} %" for ratio in ratios}
     ratios_of_modes = result("attention_modes_h100")["ratios to plain"]
@@ -121,12 +120,12 @@ def test_the_costs_are_those_that_were_measured() -> None:
     assert f"[{least:.0f} to {most:.0f} % longer]" in costs
 
 
-def test_the_table_of_monitors_has_the_figures_of_the_report() -> None:
+def test_readme_monitor_table_matches_the_results() -> None:
     measured = {row["monitor"]: row for row in result("monitors")["table"]}
     first, *rows = re.findall(r"^\| (.*) \|$", README.partition("## Evidence")[2], re.MULTILINE)
-    ours = measured["foreshock"]
-    assert f"of {ours['dangerous']} |" in first
-    assert f"of {ours['possible_alarms']} possible" in first
+    foreshock_row = measured["foreshock"]
+    assert f"of {foreshock_row['dangerous']} |" in first
+    assert f"of {foreshock_row['possible_alarms']} possible" in first
     named = {
         "foreshock": "foreshock",
         "four conditions (the simplest rule that we found)": "four conditions",
@@ -144,7 +143,7 @@ def test_the_table_of_monitors_has_the_figures_of_the_report() -> None:
         assert int(false_alarms) == row["false_alarms"], name
 
 
-def test_the_picture_s_steps_are_those_of_the_runs() -> None:
+def test_readme_figure_caption_matches_the_results() -> None:
     runs = {
         (each["variant"], each["seed"]): each
         for each in result("paper_gpt2_fresh_seeds")["runs"]
@@ -159,14 +158,14 @@ def test_the_picture_s_steps_are_those_of_the_runs() -> None:
     assert f"rounding was named {leads[0]} and {leads[1]} steps before a score of 512" in README
 
 
-def test_the_warning_that_is_quoted_is_the_one_that_the_detectors_give_on_that_run() -> None:
+def test_readme_quotes_a_warning_that_the_detectors_give() -> None:
     (quoted,) = re.findall(r"^> (.*)$", README, re.MULTILINE)
     trace = read_trace(ROOT / "src/foreshock/lab/traces/cure/shared-values_untreated_seed2.trace.xz")
     first = next(each for each in verdicts(trace) if each.state == "raised" and each.layer is not None)
     assert first.sentence == quoted
 
 
-def test_the_table_of_the_run_with_all_tokens_is_what_its_recording_gave() -> None:
+def test_evidence_table_of_the_full_run_matches_its_recording() -> None:
     section = PAGE.split("### The paper's run with all its tokens")[1].split("\n### ")[0]
     found = json.loads((ROOT / "src/foreshock/benchmarks/results/paper_gpt2_all_tokens.json").read_text())
     failing, healthy = found["heads"]["layer 1 head 5"], found["heads"]["layer 3 head 3"]
@@ -186,7 +185,9 @@ def test_the_table_of_the_run_with_all_tokens_is_what_its_recording_gave() -> No
     assert f"warned about at {second['step']:,}, and passed 512 at " in section
     assert healthy["first_score_of_512"] is None
     compared = found["compared_outputs"]
-    said = f"{compared['rows']:,} rows were compared: no row was wrong, and the largest distance was "
+    sentence = f"{compared['rows']:,} rows were compared: no row was wrong, and the largest distance was "
     assert compared["wrong"] == 0
-    assert f"{said}{compared['largest_share_of_bound']:.2f} of the bound" in (ROOT / "docs" / "models.md").read_text()
+    assert (
+        f"{sentence}{compared['largest_share_of_bound']:.2f} of the bound" in (ROOT / "docs" / "models.md").read_text()
+    )
     assert max(part["loss"] for part in found["parts"][-5:]) < min(part["loss"] for part in found["parts"][:-6])

@@ -1,4 +1,4 @@
-"""Every Python block of the documentation runs as it stands."""
+"""Every Python block in the documentation runs unchanged."""
 
 import re
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ from foreshock.monitor.agent import Agent
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-WATCHES: Final = re.compile(r"agent\.step\(|Callback\(run|Tracker\(|watch_torchtitan\(")
+STEPS_AGENT: Final = re.compile(r"agent\.step\(|Callback\(run|Tracker\(|watch_torchtitan\(")
 
 
 def blocks() -> Iterator[Any]:
-    """(page, block) of every block of Python."""
+    """(page, text) of every Python block."""
     for page in PAGES:
         found = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
         for number, text in enumerate(found):
@@ -33,7 +33,7 @@ def blocks() -> Iterator[Any]:
 
 
 class Module(LightningModule):  # type: ignore[misc]
-    """A model of Lightning's."""
+    """A Lightning model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,21 +47,20 @@ class Module(LightningModule):  # type: ignore[misc]
 
 
 def names_for(text: str, folder: Path) -> dict[str, Any]:
-    """What a reader has already, by the trainer that a block is written for: small stand-ins for names that blocks use
-    without making them."""
+    """Names that a block uses without defining them, as small models and data for the block's trainer."""
     sequences = torch.utils.data.Subset(Tokens(named=True), range(4))
     data: Any = torch.utils.data.DataLoader(sequences, batch_size=2)
     if "transformers" in text or "TransformersCallback" in text:
         quiet: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
         args = transformers.TrainingArguments(output_dir=str(folder), max_steps=2, **quiet)
-        late = {} if "import" in text else {"TransformersCallback": TransformersCallback}
-        known = {"Trainer": transformers.Trainer, "transformers": transformers, "model": gpt2(), "args": args}
-        return {**known, **late, "data": sequences}
+        imported = {} if "import" in text else {"TransformersCallback": TransformersCallback}
+        trainer_names = {"Trainer": transformers.Trainer, "transformers": transformers, "model": gpt2(), "args": args}
+        return {**trainer_names, **imported, "data": sequences}
     if "LightningCallback" in text:
-        off = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        quiet_settings = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
 
         def trainer(**given: Any) -> Any:
-            return LightningTrainer(accelerator="cpu", max_steps=2, logger=False, **off, **given)
+            return LightningTrainer(accelerator="cpu", max_steps=2, logger=False, **quiet_settings, **given)
 
         return {"Trainer": trainer, "module": Module(), "data": data}
     if "watch_torchtitan" in text:
@@ -71,17 +70,17 @@ def names_for(text: str, folder: Path) -> dict[str, Any]:
     accelerated = "AccelerateTracker" in text
     model: Any = gpt2() if accelerated else tiny_gpt()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    own: dict[str, Any] = {"Accelerator": lambda **given: Accelerator(cpu=True, **given), "data": data}
+    names: dict[str, Any] = {"Accelerator": lambda **given: Accelerator(cpu=True, **given), "data": data}
     if not accelerated:
         loss = train_step(model, optimizer, 0).detach()
-        own = {"batches": range(3), "data": range(3), "loss": loss, "norm": 1.0, "rate": 0.1}
-        own |= {"train_step": lambda model, number: train_step(model, optimizer, number).detach()}
-    return {"model": model, "optimizer": optimizer, **own}
+        names = {"batches": range(3), "data": range(3), "loss": loss, "norm": 1.0, "rate": 0.1}
+        names |= {"train_step": lambda model, number: train_step(model, optimizer, number).detach()}
+    return {"model": model, "optimizer": optimizer, **names}
 
 
 @pytest.mark.parametrize(("page", "text"), [*blocks()])
-@pytest.mark.filterwarnings("ignore")  # those of the trainers and of torch.autocast without its device
-def test_a_python_block_runs_as_it_stands_and_watches_what_it_says(
+@pytest.mark.filterwarnings("ignore")  # from the trainers, and from torch.autocast without a device
+def test_python_block_runs_and_steps_the_agent_if_it_attaches(
     page: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -89,11 +88,11 @@ def test_a_python_block_runs_as_it_stands_and_watches_what_it_says(
     steps: list[int] = []
     step = Agent.step
 
-    def counted(agent: Agent, *args: Any, **kwargs: Any) -> Any:
+    def counted_step(agent: Agent, *args: Any, **kwargs: Any) -> Any:
         steps.append(1)
         return step(agent, *args, **kwargs)
 
-    monkeypatch.setattr(Agent, "step", counted)
+    monkeypatch.setattr(Agent, "step", counted_step)
     names = {"foreshock": foreshock, **names_for(text, tmp_path)}
     if "agent." in text and "foreshock.attach" not in text and "watch.agent" not in text:
         names |= {"agent": foreshock.attach(names["model"], run="my-run"), "checkpoint": {}}
@@ -104,6 +103,6 @@ def test_a_python_block_runs_as_it_stands_and_watches_what_it_says(
     finally:
         if (agent := names.get("agent")) is not None:
             agent.close("completed")
-        if "watch_torchtitan" in text:  # torchtitan's own main closes it
+        if "watch_torchtitan" in text:  # torchtitan's main closes the trainer
             names["trainer"].close()
-    assert bool(steps) == bool(WATCHES.search(text)), "a block that attaches to a training watches its steps"
+    assert bool(steps) == bool(STEPS_AGENT.search(text)), "a block that attaches the agent must also step it"
