@@ -1,4 +1,4 @@
-"""The benchmark of a training step, at a size for a CPU: its variants train the same weights, each as it is named."""
+"""The benchmark of a training step, at a size for CPUs."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ TINY = Shape(
 
 
 @pytest.mark.parametrize(("shape", "parameters"), [(SHAPES[0], 124.5e6), (SHAPES[1], 1.236e9)])
-def test_a_model_has_as_many_parameters_as_the_one_that_it_is_named_after(shape: Shape, parameters: float) -> None:
+def test_benchmark_model_has_the_parameter_count_of_its_namesake(shape: Shape, parameters: float) -> None:
     with torch.device("meta"):
         model = GPT(shape.model)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.01)
@@ -26,27 +26,27 @@ def test_a_model_has_as_many_parameters_as_the_one_that_it_is_named_after(shape:
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_every_arm_is_measured_and_the_fastest_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[str] = []
+def test_every_variant_is_measured_and_the_fastest_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention_settings: list[str] = []
 
-    def attached(model: torch.nn.Module, **settings: Any) -> Agent:
+    def attach_and_record(model: torch.nn.Module, **settings: Any) -> Agent:
         agent = attach(model, **settings)
-        served.append(agent.config.attention)
+        attention_settings.append(agent.config.attention)
         return agent
 
-    monkeypatch.setattr(agent_step, "attach", attached)
+    monkeypatch.setattr(agent_step, "attach", attach_and_record)
     figures = measure(TINY, 2, "eager")
-    assert served == ["kernels", "keep"]
+    assert attention_settings == ["kernels", "keep"]
     torch._dynamo.reset()
     assert figures["best_backend"] in ("flash", "math")
     assert figures["none"] == figures["backends"][figures["best_backend"]]
     assert all(figures[variant] > 0 for variant in ("none", "kernels_agent", "keep_agent"))
-    over_none = {f"{variant} / none" for variant in ("kernels_agent", "keep_agent")}
-    assert set(figures["ratios"]) == over_none
+    ratio_names = {f"{variant} / none" for variant in ("kernels_agent", "keep_agent")}
+    assert set(figures["ratios"]) == ratio_names
     assert all(len(blocks) == 2 for blocks in figures["blocks"].values())
 
 
-def test_an_arm_that_refuses_is_left_out_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_backend_is_excluded_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     bench = Bench(TINY, "eager")
     bench.variant("none_cudnn", UnwatchedAttention, "cudnn")
     torch._dynamo.reset()
@@ -54,7 +54,7 @@ def test_an_arm_that_refuses_is_left_out_and_says_so(capsys: pytest.CaptureFixtu
     assert "none_cudnn does not take tiny" in capsys.readouterr().err
 
 
-def test_an_arm_that_does_not_exist_is_refused_with_those_that_do() -> None:
+def test_unknown_variant_or_shape_is_rejected_with_the_allowed_names() -> None:
     with pytest.raises(ValueError, match="variant 'none' does not exist; allowed are kernels_agent, keep_agent"):
         main(variants=["keep_agent", "none"])
     with pytest.raises(ValueError, match="shape 'gpt3' does not exist; allowed are gpt2-small, llama-1b, gpt2-mini"):

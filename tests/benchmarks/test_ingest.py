@@ -1,4 +1,4 @@
-"""The ingest benchmark: batches that the service takes, and what is made of its answers."""
+"""The ingest benchmark: its batches are accepted, and its figures follow from the responses."""
 
 from collections import Counter
 from pathlib import Path
@@ -14,12 +14,12 @@ from foreshock.server.testing import LiveService
 
 
 @given(statuses=st.dictionaries(st.sampled_from([200, 400, 429, 500, 503]), st.integers(1, 500), min_size=1))
-def test_shares_are_of_all_answers_and_costs_of_those_that_were_stored(statuses: dict[int, int]) -> None:
+def test_shares_count_all_responses_and_costs_only_stored_batches(statuses: dict[int, int]) -> None:
     result = Result(statuses=Counter(statuses), latencies=[0.1] * 3, seconds=4.0, cpu_seconds=1.0)
     figures = ingest.figures_of(result, cpu_seconds=2.0)
-    whole, stored = sum(statuses.values()), statuses.get(200, 0)
-    assert figures["share_2xx"] == round(stored / whole, 4)
-    assert figures["share_5xx"] == round((statuses.get(500, 0) + statuses.get(503, 0)) / whole, 4)
+    total, stored = sum(statuses.values()), statuses.get(200, 0)
+    assert figures["share_2xx"] == round(stored / total, 4)
+    assert figures["share_5xx"] == round((statuses.get(500, 0) + statuses.get(503, 0)) / total, 4)
     assert figures["batches_per_second"] == round(stored / 4, 1)
     assert figures["service_cores"] == 0.5
     assert figures["cpu_milliseconds_per_batch"] == pytest.approx(2000 / max(1, stored), abs=1e-3)
@@ -27,14 +27,14 @@ def test_shares_are_of_all_answers_and_costs_of_those_that_were_stored(statuses:
 
 
 @pytest.mark.full
-def test_clients_of_the_ingest_benchmark_are_answered(tmp_path: Path) -> None:
+def test_ingest_benchmark_requests_succeed(tmp_path: Path) -> None:
     with LiveService(tmp_path) as service:
         result = run_load(Load(service.url, clients=2, runs=2, seconds=1.0, name="bench"))
     assert set(result.statuses) == {200}
     assert len(result.latencies) == result.statuses[200]
 
 
-def test_each_body_is_one_sample_of_every_head_that_goes_on_where_the_one_before_ended() -> None:
+def test_each_body_has_one_sample_of_all_heads_that_continues_the_previous_one() -> None:
     shape = template()
     batches = [Batch.model_validate_json(body(shape, number)) for number in (1, 2, 3, 10**6)]
     assert [batch.sequence for batch in batches] == [1, 2, 3, 10**6]

@@ -1,4 +1,4 @@
-"""One metric, one entry: names that people build on do not change by accident, and what was not counted is unknown."""
+"""The metric catalogue: stable names, consistent entries, and NaN for values that were not measured."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.contract.counted_words import odd
+from tests.contract.state_words import edge_values
 
 import foreshock.monitor.config
 from foreshock.contract.metrics.catalog import BY_KEY, EXTRA_ALERTS, METRICS, read
@@ -20,7 +20,7 @@ from foreshock.monitor.detect.non_finite import NON_FINITE
 
 STABLE = Path(__file__).with_name("stable_metrics.txt")
 MONITOR = Path(foreshock.monitor.config.__file__ or "").parent
-COUNTED = [metric.key for metric in HEAD_METRICS if metric.head is not None and metric.head.read is not None]
+FROM_STATE_WORDS = [metric.key for metric in HEAD_METRICS if metric.head is not None and metric.head.read is not None]
 
 
 def rendered(metric: Metric) -> str:
@@ -28,7 +28,7 @@ def rendered(metric: Metric) -> str:
     return "\n".join(f"{name} {metric.kind} {','.join(metric.labels)}" for name in names)
 
 
-def test_names_labels_and_kinds_are_the_committed_ones_and_unique() -> None:
+def test_metric_names_labels_and_kinds_are_unique_and_match_the_stable_list() -> None:
     assert STABLE.read_text() == "\n".join(rendered(metric) for metric in METRICS) + "\n", (
         "a metric changed; users depend on these names. If it is meant, update stable_metrics.txt"
     )
@@ -38,7 +38,7 @@ def test_names_labels_and_kinds_are_the_committed_ones_and_unique() -> None:
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.key)
-def test_an_entry_follows_the_naming_rules_and_says_nothing_that_its_kind_cannot_keep(metric: Metric) -> None:
+def test_catalog_entry_is_consistent_and_follows_the_naming_rules(metric: Metric) -> None:
     assert re.fullmatch(r"foreshock(_[a-z0-9]+)+", metric.name)
     assert metric.name.endswith("_total") == (metric.kind == "counter")
     assert metric.help.rstrip().endswith((".", "(Unix time)."))
@@ -50,31 +50,31 @@ def test_an_entry_follows_the_naming_rules_and_says_nothing_that_its_kind_cannot
         assert of.head is not None
         assert (metric.levels, metric.scale, metric.unit) == (of.levels, of.scale, of.unit)
     if metric.head is not None:
-        assert metric.across_ranks != "mean"  # ranks are merged one by one, and a mean of means is no mean
+        assert metric.across_ranks != "mean"  # ranks are merged one by one, and a mean of means is not the mean
     assert not metric.percent or metric.unit == "ratio"
     assert not metric.signed or metric.scale != "log"
 
 
-def test_alert_names_are_unique_and_each_says_what_to_do() -> None:
+def test_alert_names_are_unique_and_every_alert_has_its_texts() -> None:
     alerts = [alert for metric in METRICS for alert in metric.alerts] + list(EXTRA_ALERTS)
     assert len({alert.name for alert in alerts}) == len(alerts)
     assert all(alert.action and alert.summary and alert.description for alert in alerts)
 
 
-def test_only_what_was_counted_is_read_from_words_and_only_heads_have_a_value_per_layer() -> None:
+def test_metrics_without_head_statistics_have_no_reader_and_no_layer_name() -> None:
     with pytest.raises(ValueError, match=r"head\.risk is not computed from the statistics of a head"):
         read("head.risk", identity_row()[None])
     with pytest.raises(ValueError, match="not a per-head metric"):
         _ = BY_KEY["run.loss"].layer_name
 
 
-@pytest.mark.parametrize("key", COUNTED)
-def test_a_head_that_counted_nothing_reads_as_unknown_never_as_zero(key: str) -> None:
+@pytest.mark.parametrize("key", FROM_STATE_WORDS)
+def test_metric_of_a_head_without_samples_is_nan(key: str) -> None:
     value = read(key, identity_row()[None])
     assert value.tolist() == [0.0] if key.startswith("head.nonfinite_") else np.isnan(value).all()
 
 
-def test_offset_and_ties_are_shares_of_what_was_counted_and_not_skipped() -> None:
+def test_offsets_and_ties_are_divided_by_the_rows_that_were_not_skipped() -> None:
     words = np.tile(identity_row(), (3, 1))
     words[:, Slot.ROWS], words[:, Slot.SKIPPED_ROWS] = 90, (70, 90, 0)
     for slot in (Slot.TIED_ROWS_BF16, Slot.TIED_ROWS_ONE, Slot.SHIFTED_ROWS):
@@ -87,28 +87,28 @@ def test_offset_and_ties_are_shares_of_what_was_counted_and_not_skipped() -> Non
     assert read("head.score_offset_rms", words).tolist() == [2.0] * 3
 
 
-@given(part=st.lists(odd, min_size=6, max_size=6), whole=st.lists(odd, min_size=6, max_size=6))
+@given(part=st.lists(edge_values, min_size=6, max_size=6), whole=st.lists(edge_values, min_size=6, max_size=6))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_ratio_is_unknown_where_nothing_was_counted_and_the_quotient_elsewhere(
-    part: list[float], whole: list[float]
-) -> None:
-    def told(parts: Floats, wholes: Floats) -> list[float]:
+def test_ratio_is_nan_if_the_denominator_is_zero(part: list[float], whole: list[float]) -> None:
+    def quotients(parts: Floats, wholes: Floats) -> list[float]:
         return [p / w if w != 0 else np.nan for p, w in zip(parts, wholes, strict=True)]
 
     for wholes in (np.array(whole), np.abs(np.nan_to_num(np.array(whole))) + 1.0):
-        np.testing.assert_array_equal(ratio(np.array(part), wholes), told(np.array(part), wholes))
+        np.testing.assert_array_equal(ratio(np.array(part), wholes), quotients(np.array(part), wholes))
 
 
-def written(pattern: str) -> set[str]:
-    """The words in the agent's sources at the pattern's group."""
+def matches_in_agent_sources(pattern: str) -> set[str]:
+    """Texts in the agent's sources that match the pattern's group."""
     return {found for path in MONITOR.rglob("*.py") for found in re.findall(pattern, path.read_text("utf-8"))}
 
 
-def test_every_word_that_the_agent_says_is_a_label_and_any_other_is_other() -> None:
-    reasons = written(r'dropped\["([a-z_]+)"')
+def test_labels_of_the_agent_are_known_and_unknown_labels_become_other() -> None:
+    reasons = matches_in_agent_sources(r'dropped\["([a-z_]+)"')
     assert {"queue_full", "spool_lost", "unbuilt"} <= reasons <= set(DROP_REASONS)
     components = (
-        written(r'faults\["([a-z_]+)"') | written(r'Guard\("([a-z_]+)"') | written(r'self\._guards\["([a-z_]+)"')
+        matches_in_agent_sources(r'faults\["([a-z_]+)"')
+        | matches_in_agent_sources(r'Guard\("([a-z_]+)"')
+        | matches_in_agent_sources(r'self\._guards\["([a-z_]+)"')
     )
     assert {"agent", "detectors", "spool", "probe"} <= components <= set(FAULT_COMPONENTS)
     assert {*SIGNAL_NAMES, NON_FINITE, LEVEL, KERNEL} == set(SIGNALS)

@@ -1,4 +1,4 @@
-"""Which heads a machine gives which mode, and how far an order has come in words."""
+"""Which heads a switch changes to which mode, and the text that describes the progress of an order."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def ordered(**changes: Any) -> Order:
     return Order(**{**fields, "decided_by": "Ada", "decided_unix_seconds": 41_040.0, **changes})
 
 
-def test_a_head_keeps_the_modes_that_a_person_gave_it_beside_the_mitigation() -> None:
+def test_switch_keeps_modes_that_a_user_set_in_addition_to_the_mitigation() -> None:
     modes = {**dict.fromkeys(HEADS, 0), (0, 1): int(Mode.PAPER_SOFTMAX), (1, 1): int(Mode.ROW_CORRECTED)}
     assert switches([(0, 0)], modes, "row_corrected", "model") == {
         Mode.ROW_CORRECTED: [(0, 0), (1, 0)],
@@ -24,23 +24,23 @@ def test_a_head_keeps_the_modes_that_a_person_gave_it_beside_the_mitigation() ->
 
 
 @pytest.mark.parametrize(
-    ("scope", "held", "taken"),
+    ("scope", "taken_back", "switched"),
     [("model", (1, 0), 3), ("layer", (0, 1), 1), ("model", (0, 0), 0), ("a newer one", (1, 0), 1)],
 )
-def test_a_head_that_a_person_took_back_is_not_switched_and_calls_for_no_switch_of_others(
-    scope: str, held: tuple[int, int], taken: int
+def test_head_that_a_user_switched_back_is_excluded_and_triggers_no_switch(
+    scope: str, taken_back: tuple[int, int], switched: int
 ) -> None:
-    found = switches([(0, 0)], dict.fromkeys(HEADS, 0), "row_corrected", scope, {held})
-    assert held not in (heads := [ref for own in found.values() for ref in own])
-    assert len(heads) == taken
+    found = switches([(0, 0)], dict.fromkeys(HEADS, 0), "row_corrected", scope, {taken_back})
+    assert taken_back not in (heads := [ref for own in found.values() for ref in own])
+    assert len(heads) == switched
 
 
 @pytest.mark.parametrize(
-    ("action", "mode", "known"),
+    ("action", "mode", "possible"),
     [("switch", "row_corrected", True), ("switch", "newer", False), ("newer", "row_corrected", False)],
 )
-def test_no_order_is_given_whose_kind_or_mode_this_version_does_not_know(action: str, mode: str, known: bool) -> None:
-    assert can_order(action, mode) == known
+def test_orders_of_unknown_kind_or_mode_are_not_possible(action: str, mode: str, possible: bool) -> None:
+    assert can_order(action, mode) == possible
 
 
 @pytest.mark.parametrize(
@@ -63,5 +63,5 @@ def test_no_order_is_given_whose_kind_or_mode_this_version_does_not_know(action:
         ),
     ],
 )
-def test_an_order_says_who_did_what_when_and_what_became_of_it(changes: dict[str, Any], words: str) -> None:
+def test_order_text_names_the_person_the_time_and_the_progress(changes: dict[str, Any], words: str) -> None:
     assert ordered(**changes).way == words

@@ -1,4 +1,4 @@
-"""Merging is the law of what travels: exact for counts, fixed-order for sums, order-free for maxima."""
+"""Merging state words: exact for counts, in a fixed order for sums, in any order for maxima."""
 
 import math
 
@@ -27,7 +27,7 @@ from foreshock.contract.slots import (
 @st.composite
 def states(draw: st.DrawFn, heads: int = 3) -> Words:
     words = draw(hnp.arrays(np.int64, (heads, SLOT_COUNT), elements=st.integers(0, 2**52)))
-    # Added to 0.0, the sum of nothing: -0.0 would become 0.0 when merged, which is the same number in other bits.
+    # Add 0.0, because a merge turns -0.0 into 0.0: the same number with other bits.
     floats = draw(hnp.arrays(np.float64, (heads, SLOT_COUNT), elements=st.floats(-1e6, 1e6))) + 0.0
     for slot in (*SUM_SLOTS, *MAX_SLOTS):
         words.view(np.float64)[:, slot] = floats[:, slot]
@@ -43,7 +43,7 @@ def test_every_slot_belongs_to_one_merge_group() -> None:
 
 
 @given(st.lists(states(), min_size=1, max_size=5))
-def test_sums_agree_with_exact_arithmetic_to_1e_12(parts: list[Words]) -> None:
+def test_merged_sums_match_exact_arithmetic_to_1e_12(parts: list[Words]) -> None:
     merged = merge_words(parts)
     for slot in SUM_SLOTS:
         for head in range(3):
@@ -52,7 +52,7 @@ def test_sums_agree_with_exact_arithmetic_to_1e_12(parts: list[Words]) -> None:
             assert abs(float(column(merged, slot)[head]) - math.fsum(terms)) <= 1e-12 * scale
 
 
-def test_a_nan_stays_a_nan() -> None:
+def test_merge_preserves_nan() -> None:
     part = identity_row()[None].copy()
     part.view(np.float64)[0, Slot.SCORE_OFFSET_SUM] = np.nan
     part.view(np.float64)[0, Slot.SCORE_MAX] = np.nan
@@ -63,7 +63,7 @@ def test_a_nan_stays_a_nan() -> None:
 
 @st.composite
 def exact_states(draw: st.DrawFn, heads: int = 2) -> Words:
-    """States whose floats are multiples of 1/8 of moderate size: their sums are exact, whatever the order."""
+    """States whose floats are multiples of 1/8 of moderate size, so that their sums are exact in any order."""
     words = draw(hnp.arrays(np.int64, (heads, SLOT_COUNT), elements=st.integers(0, 2**40)))
     eighths = draw(hnp.arrays(np.int64, (heads, SLOT_COUNT), elements=st.integers(-(2**40), 2**40)))
     floats = [*SUM_SLOTS, *MAX_SLOTS]
@@ -71,45 +71,45 @@ def exact_states(draw: st.DrawFn, heads: int = 2) -> Words:
     return words
 
 
-def by_hand(parts: list[Words], head: int, slot: Slot) -> float:
+def merged_in_python(parts: list[Words], head: int, slot: Slot) -> float:
     """One slot of one head, merged in plain Python by its group."""
     values = [float(column(part, slot)[head]) for part in parts]
     return max(values) if slot in MAX_SLOTS else sum(values)
 
 
 @given(st.lists(exact_states(), min_size=1, max_size=5))
-def test_every_slot_is_merged_as_it_says_and_by_itself(parts: list[Words]) -> None:
+def test_every_slot_is_merged_by_its_group(parts: list[Words]) -> None:
     merged = merge_words(parts)
     for slot in Slot:
-        assert [column(merged, slot)[head] for head in range(2)] == [by_hand(parts, head, slot) for head in range(2)]
+        assert [column(merged, slot)[head] for head in range(2)] == [
+            merged_in_python(parts, head, slot) for head in range(2)
+        ]
 
 
 @given(exact_states(), exact_states(), exact_states())
-def test_merging_is_associative_and_commutative_to_the_bit_where_sums_are_exact(a: Words, b: Words, c: Words) -> None:
-    """It leaves what it is given as it was, and who counted nothing changes nothing."""
-    given_ = a.copy(), b.copy(), c.copy()
-    together, nothing = merge_words([a, b, c]).tolist(), np.stack([identity_row()] * 2)
+def test_merge_is_associative_and_commutative_for_exact_sums(a: Words, b: Words, c: Words) -> None:
+    """Merging does not change its inputs, and identity rows do not change the result."""
+    copies = a.copy(), b.copy(), c.copy()
+    together, empty = merge_words([a, b, c]).tolist(), np.stack([identity_row()] * 2)
     assert merge_words([merge_words([a, b]), c]).tolist() == together
-    assert merge_words([a, merge_words([nothing, b, c])]).tolist() == together
-    assert merge_words([c, a, b, nothing]).tolist() == together
-    assert all((now == before).all() for now, before in zip((a, b, c), given_, strict=True))
+    assert merge_words([a, merge_words([empty, b, c])]).tolist() == together
+    assert merge_words([c, a, b, empty]).tolist() == together
+    assert all((after == before).all() for after, before in zip((a, b, c), copies, strict=True))
     with pytest.raises(ValueError, match="needs at least one state"):
         merge_words([])
 
 
 @given(exact_states(), exact_states(), st.integers(OLDEST_SLOT_COUNT, SLOT_COUNT))
-def test_rows_of_an_older_version_are_merged_as_if_they_had_counted_nothing_in_later_slots(
-    mine: Words, theirs: Words, slots: int
-) -> None:
-    blank = theirs.copy()
+def test_rows_with_fewer_slots_merge_as_if_the_later_slots_were_empty(first: Words, older: Words, slots: int) -> None:
+    blank = older.copy()
     blank[:, slots:] = identity_row()[slots:]
-    merged = merge_words([mine, fitted(theirs[:, :slots])])
-    assert merged.tolist() == merge_words([mine, blank]).tolist()
-    assert merged[:, slots:].tolist() == mine[:, slots:].tolist()
+    merged = merge_words([first, fitted(older[:, :slots])])
+    assert merged.tolist() == merge_words([first, blank]).tolist()
+    assert merged[:, slots:].tolist() == first[:, slots:].tolist()
 
 
 @given(exact_states(), st.integers(0, 5))
-def test_of_rows_of_a_newer_version_the_known_slots_are_read(words: Words, more: int) -> None:
+def test_unknown_slots_of_longer_rows_are_dropped(words: Words, more: int) -> None:
     longer = np.concatenate([words, words[:, :more]], axis=1)
     assert fitted(longer).tolist() == words.tolist()
     assert fitted(longer[None]).shape == (1, 2, SLOT_COUNT)

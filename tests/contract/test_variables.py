@@ -1,4 +1,4 @@
-"""A variable that is misspelt is refused wherever it is read, and never one that another part reads."""
+"""Service and agent reject misspelt environment variables, and accept those of other parts and programs."""
 
 import pytest
 
@@ -28,7 +28,7 @@ MISSPELT = {
 @pytest.mark.promise("S18")
 @pytest.mark.parametrize("reader", [Settings, AgentConfig], ids=["service", "agent"])
 @pytest.mark.parametrize(("given", "meant"), MISSPELT.items())
-def test_service_and_agent_refuse_it_and_name_the_nearest(
+def test_misspelt_variable_is_rejected_with_a_suggestion(
     monkeypatch: pytest.MonkeyPatch, reader: type[Settings] | type[AgentConfig], given: str, meant: str
 ) -> None:
     monkeypatch.setenv(given, "1")
@@ -38,7 +38,7 @@ def test_service_and_agent_refuse_it_and_name_the_nearest(
 
 @pytest.mark.parametrize("reader", [Settings, AgentConfig], ids=["service", "agent"])
 @pytest.mark.parametrize("given", [*REMOVED, "foreshock_layers"])
-def test_a_setting_of_an_earlier_build_is_refused_with_what_to_know(
+def test_removed_setting_is_rejected_with_an_explanation(
     monkeypatch: pytest.MonkeyPatch, reader: type[Settings] | type[AgentConfig], given: str
 ) -> None:
     monkeypatch.setenv(given, "7")
@@ -46,11 +46,11 @@ def test_a_setting_of_an_earlier_build_is_refused_with_what_to_know(
         reader()
 
 
-def test_an_empty_variable_is_no_setting() -> None:
+def test_empty_variables_are_ignored() -> None:
     refuse_misspelt(dict.fromkeys(REMOVED, ""))
 
 
-def test_no_setting_of_today_is_called_a_removed_one() -> None:
+def test_current_settings_are_not_listed_as_removed() -> None:
     assert not {name.removeprefix(PREFIX).lower() for name in REMOVED} & {
         *AgentConfig.model_fields,
         *Settings.model_fields,
@@ -58,15 +58,15 @@ def test_no_setting_of_today_is_called_a_removed_one() -> None:
 
 
 @pytest.mark.parametrize("name", VARIABLES)
-def test_no_variable_that_is_read_somewhere_is_taken_for_a_misspelt_one(name: str) -> None:
+def test_known_variables_are_accepted(name: str) -> None:
     refuse_misspelt({name: "1"})
 
 
-def test_what_a_cluster_sets_for_a_service_of_this_name_is_left_alone() -> None:
+def test_kubernetes_service_variables_are_ignored() -> None:
     names = ("SERVICE_HOST", "SERVICE_PORT", "PORT_8765_TCP", "PORT_8765_TCP_ADDR", "SERVICE_PORT_HTTP")
     refuse_misspelt({f"FORESHOCK_{name}": "tcp://10.0.0.1:8765" for name in names})
 
 
 @pytest.mark.parametrize("name", ["AFTERSHOCK_URL", "FORESIGHT_TOKEN", "FORECAST_RUN", "TOKEN", "URL", "TOKENS_FILE"])
-def test_a_setting_of_another_program_is_left_alone(name: str) -> None:
+def test_variables_of_other_programs_are_ignored(name: str) -> None:
     refuse_misspelt({name: "1"})

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from tests.contract.counted_words import states
+from tests.contract.state_words import states
 from tests.monitor.courses import EVERY, reading
 from tests.monitor.doubles import ScriptedDetectors
 from tests.monitor.tiny_models import tiny_gpt, train_step
