@@ -125,9 +125,13 @@ def test_a_number_that_two_layers_of_the_first_step_would_have_leaves_the_others
     model.forward = lambda ids: sum(part(ids) for part in model)
     with listening(model, first_layer={"0": 0, "1": 1}, strict=False) as (agent, listener):
         train(agent, model, 3)
+        why = "0.blocks.1 and 1.blocks.0 both have the layer number 1; give every attention module a number of its own"
+        assert f"not monitored: {why}" in agent.report()
     assert rows_of(listener) == [72] * 4
-    assert agent.faults == {"agent": 1}
-    assert "0.blocks.1 and 1.blocks.0 both have the layer number 1" in caplog.text
+    assert not agent.faults
+    assert f"the attention of 0.blocks.1 is not watched: {why}" in caplog.text
+    with pytest.raises(ValueError, match=why), listening(model, first_layer={"0": 0, "1": 1}) as (agent, _):
+        train(agent, model, 1)
 
 
 @pytest.mark.promise("A24")

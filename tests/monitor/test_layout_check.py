@@ -291,20 +291,30 @@ def test_a_projection_that_is_replaced_after_the_first_step_showed_another_layer
 
 
 class PartlyCalled(Attention):
-    """Uses the weight of its keys' projection without a call of this module."""
+    """Uses the weights of some projections without a call of their modules."""
+
+    called: tuple[str, ...]
 
     def forward(self, x: Tensor) -> Tensor:
-        q_proj, k_proj, v_proj = self.children()
-        query, key, value = separate(q_proj(x), F.linear(x, k_proj.weight, k_proj.bias), v_proj(x))  # type: ignore[arg-type]
+        results = (
+            proj(x) if name in self.called else F.linear(x, proj.weight, proj.bias)  # type: ignore[arg-type]
+            for name, proj in self.named_children()
+        )
+        query, key, value = separate(*results)
         return x + F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
 
 
 @pytest.mark.promise("A23")
-def test_norms_of_a_projection_that_no_call_runs_are_unknown_with_the_reason() -> None:
+@pytest.mark.parametrize(("called", "missing"), [(("q_proj",), "k_proj"), ((), "q_proj, k_proj")])
+def test_norms_of_a_projection_that_no_call_runs_are_unknown_with_the_reason(
+    called: tuple[str, ...], missing: str
+) -> None:
     torch.manual_seed(1)
-    samples, (told,), _ = train(PartlyCalled(separate, **THREE), 4)
+    module = PartlyCalled(separate, **THREE)
+    module.called = called
+    samples, (told,), _ = train(module, 4)
     assert [sample.query_norm for sample in samples] == [None] * 4
-    assert told == "norms are not measured: its attention was called without a call of k_proj"
+    assert told == f"norms are not measured: its attention was called without a call of {missing}"
 
 
 @pytest.mark.promise("A22")

@@ -228,7 +228,13 @@ class AttachedModel:
             return None  # calls of a library that was imported in the first step are intercepted from now on
         if (ran := self._as_it_ran(model)) is None:
             return None
-        self._described([f for f in ran if f.problem is None])  # raises while this one is still attached
+        try:
+            self._described([f for f in ran if f.problem is None])
+        except ValueError as error:  # for example two layers with the same number
+            if self._settings.strict:
+                raise
+            known = {f.name for f in self._found}
+            ran = [f if f.name in known else replace(f, problem=str(error)) for f in ran]
         self.leave()
         unfit = "; ".join(f"{names} cannot be watched: {why}" for names, why in problems_of(ran))
         unfit = "" if any(f.problem is None for f in ran) else unfit
