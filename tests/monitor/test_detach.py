@@ -104,6 +104,7 @@ def test_an_object_that_took_pytorchs_function_during_the_training_has_it_after_
 def test_a_close_searches_every_object_only_if_one_took_pytorchs_function(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[int] = []
     monkeypatch.setattr(interception, "_restore_in_objects", lambda: searched.append(1))
+    gc.collect()  # garbage of earlier tests may have references to foreshock's functions
     for layer, times in ((CausalSelfAttention(16, 2), 0), (ChoosesItsBackend(), 1)):
         model = tiny_gpt(layer)
         with attach(model, **EVERY_STEP) as agent:
