@@ -36,7 +36,7 @@ WINDOW: Final = 1280, 4000
 """Window size in pixels, large enough for the whole page, because charts outside the window are not loaded."""
 _WATCH: Final = """
 const look = () => {
-  const heads = document.querySelector("section[aria-label='Layer by head'] canvas");
+  const heads = document.querySelector("section[aria-label='Layer by head'] .stack:not(.blank) canvas");
   const drawn = heads && document.querySelector(".chart canvas");
   const waits = [...document.querySelectorAll(".chart p")].some((one) => one.textContent === "loading");
   if (drawn && !waits) requestAnimationFrame(() => (window.drawnAt = performance.now()));

@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select
 from tests.e2e.running import absent
 from tests.server.ui.conftest import Feeder, Service
 from tests.server.ui.reading import fill, listed, open_list, wait, warn_about
@@ -215,3 +216,43 @@ def test_the_first_chart_is_on_the_screen_however_many_warnings_there_are(
     wait("the heads are told", lambda: screen.find_elements(By.CSS_SELECTOR, ".warnings .layer"))
     charts = "return document.getElementById('signals').getBoundingClientRect().top + scrollY"
     assert screen.execute_script(charts) < 1400
+
+
+SHIFTS = """
+window.shifted = 0;
+new PerformanceObserver((seen) => seen.getEntries().forEach((one) => (window.shifted += one.value)))
+  .observe({ type: "layout-shift", buffered: true });
+const below = document.querySelector("section[aria-label=History]");
+below.scrollIntoView({ block: "end" });
+window.places = [];
+const look = () => {
+  window.places.push(below.getBoundingClientRect().top + scrollY);
+  requestAnimationFrame(look);
+};
+look();
+"""
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_nothing_moves_while_charts_and_heat_map_load(screen: Chrome, service: Service, width: int) -> None:
+    feeder = Feeder(service.client, f"still-{width}", layers=12, heads=12)
+    feeder.start()
+    feeder.train(40)
+    slow = {"offline": False, "latency": 400, "downloadThroughput": -1, "uploadThroughput": -1}
+    screen.execute_cdp_cmd("Network.enable", {})
+    see_at(screen, width)
+    try:
+        screen.execute_cdp_cmd("Network.emulateNetworkConditions", slow)
+        screen.get(f"{service.url}/?runs={feeder.run}")
+        wait("the page", lambda: screen.find_elements(By.CSS_SELECTOR, "section[aria-label=History]"))
+        screen.execute_script(SHIFTS)
+        wait("its values", lambda: "layer 0 head 2: " in screen.find_element(By.CSS_SELECTOR, ".reading").text)
+        screen.execute_script("scrollTo(0, 0)")
+        wait("the charts", lambda: len(screen.find_elements(By.CSS_SELECTOR, ".charts .u-wrap")) > 1)
+        shifted, places = screen.execute_script("return [window.shifted, window.places]")
+        Select(screen.find_element(By.CSS_SELECTOR, ".pick select")).select_by_value("head.query_norm")
+        assert screen.find_element(By.CSS_SELECTOR, ".stack .empty").text == "Loading the values."
+    finally:
+        screen.execute_cdp_cmd("Network.disable", {})
+    assert shifted < 0.1
+    assert max(places) - min(places) < 80, "the sections below the charts moved"

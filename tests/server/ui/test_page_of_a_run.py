@@ -90,7 +90,7 @@ def test_a_lost_connection_is_said_and_what_was_missed_comes_after_it(
     feeder.train(5)
     open_run(chromium, service, feeder.run)
     wait("the stream is open", lambda: text(chromium, ".connection") == "live")
-    canvas = wait("the heat map", lambda: chromium.find_element(By.CSS_SELECTOR, ".heatmap canvas[tabindex]"))
+    canvas = wait("the heat map", lambda: chromium.find_element(By.CSS_SELECTOR, ".stack:not(.blank) canvas[tabindex]"))
     canvas.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
     service.stop()
     wait("the loss is said", lambda: "connection lost" in text(chromium, ".connection"))
@@ -129,7 +129,7 @@ def test_an_address_names_head_measure_and_steps_and_follows_the_heat_map_and_wh
     assert shown(chromium) == {name: [value] for name, value in place.items()}, "to look changes nothing"
 
     measure.select_by_value("head.score_offset")
-    cells = wait("its cells", lambda: chromium.find_element(By.CSS_SELECTOR, ".heatmap canvas[tabindex]"))
+    cells = wait("its cells", lambda: chromium.find_element(By.CSS_SELECTOR, ".stack:not(.blank) canvas[tabindex]"))
     cells.send_keys(Keys.ARROW_LEFT, Keys.ARROW_UP)
     button(chromium, "Show all steps").click()
     chosen = {"runs": [feeder.run], "head": ["0.2"], "metric": ["head.score_offset"]}

@@ -1,7 +1,7 @@
 /** Drawing on canvases at the resolution of the screen. */
 
 import { type RefObject } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 
 /** Margin at the top, for the upper half of a label and for outlines. */
 export const TOP = 6;
@@ -45,7 +45,7 @@ export function paintCells(
 export function useWidth(): [box: RefObject<HTMLDivElement | null>, width: number] {
   const box = useRef<HTMLDivElement>(null);
   const [width, setWidth] = useState(320);
-  useEffect(() => {
+  useLayoutEffect(() => {
     const resize = new ResizeObserver(() => box.current && setWidth(box.current.clientWidth));
     resize.observe(box.current!);
     setWidth(box.current!.clientWidth);

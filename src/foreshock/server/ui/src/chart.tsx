@@ -5,7 +5,7 @@ import { useEffect, useMemo, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import { type Ink } from "./colour";
 import { ends, type Scale, ticks } from "./axis";
-import { NOT_RECORDED, number, percent, shorten, steps, tick } from "./format";
+import { number, percent, shorten, steps, tick } from "./format";
 import type { Range } from "./place";
 
 export interface Line {
@@ -129,13 +129,13 @@ export function Chart({
         <p class="empty plot">{missing}</p>
       )}
       <ul class="legend" ref={legend}>
-        {(recorded ? lines : []).map((line) => (
+        {lines.map((line) => (
           <li key={line.name}>
             <i style={{ background: line.colour }} />
             <span class="name" title={line.name}>
               {shorten(line.name, LEGEND_LETTERS)}
             </span>
-            <output>{NOT_RECORDED}</output>
+            <output />
           </li>
         ))}
       </ul>

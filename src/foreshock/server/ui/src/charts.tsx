@@ -94,7 +94,10 @@ function MetricChart({ metric, views, head, riskiest, markers, range, onRange, i
     seen,
   });
   const lines = useMemo((): Line[] => {
-    const curves = (series.data ?? []).map((line, i) => ({ line, i })).filter(({ line }) => line.steps.length > 0);
+    // While no line has points, all of them keep the legend's room, so that nothing below it moves.
+    const found = (series.data ?? sources.map((source) => source.blank())).map((line, i) => ({ line, i }));
+    const recorded = found.filter(({ line }) => line.steps.length > 0);
+    const curves = recorded.length > 0 ? recorded : found;
     if (!single) return curves.map(({ line, i }) => toLine(line, runs[i]!, views[i]!.colour));
     if (!metric.per_head) return curves.map(({ line }) => toLine(line, metric.title, ink.lines[1]!));
     return curves.flatMap(({ line, i }) => {
@@ -103,7 +106,7 @@ function MetricChart({ metric, views, head, riskiest, markers, range, onRange, i
       const place = riskiest.indexOf(line.layer ?? -1);
       return [toLine(line, `layer ${line.layer} worst head`, ink.lines[1 + (place % (ink.lines.length - 1))]!, "rest")];
     });
-  }, [series.data, ink, single]);
+  }, [series.data, sources, ink, single]);
   return (
     <Chart
       figure={box}

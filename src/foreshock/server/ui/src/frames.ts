@@ -7,14 +7,12 @@ const MAX_STEPS = 120;
 const MOST_FRAMES = 3 * MAX_STEPS;
 
 export class Frames {
-  layers: readonly number[] = [];
-  heads: readonly number[] = [];
   /** Available steps, ascending. */
   steps: readonly number[] = [];
   low = Infinity;
   high = -Infinity;
   /** Largest absolute value of each head so far, [layers x heads]. */
-  peaks = new Float32Array();
+  peaks: Float32Array;
   private readonly loaded = new Map<number, Float32Array>();
   /** Requested steps without a value of this metric. */
   private readonly empty = new Set<number>();
@@ -25,8 +23,12 @@ export class Frames {
   constructor(
     private readonly run: string,
     private readonly metric: string,
+    public layers: readonly number[],
+    public heads: readonly number[],
     private readonly changed: () => void,
-  ) {}
+  ) {
+    this.peaks = new Float32Array(layers.length * heads.length);
+  }
 
   /** Loads the newest frame, and starts loading the missing ones in the background. */
   async refresh(): Promise<void> {

@@ -34,9 +34,13 @@ export function Heads({ views, catalog, head, onHead, metric: asked, onMetric, o
   const view = views[Math.min(shown, views.length - 1)]!;
   const { run } = view.detail;
   const [box, seen] = useSeen<HTMLDivElement>();
-  const frames = useMemo(() => new Frames(run, key, () => setVersion((old) => old + 1)), [run, key]);
+  const frames = useMemo(() => {
+    const { layers } = view.detail;
+    const heads = [...new Set(layers.flatMap(({ heads }) => heads))].sort((a, b) => a - b);
+    return new Frames(run, key, layers.map(({ layer }) => layer), heads, () => setVersion((old) => old + 1));
+  }, [run, key]);
   useEffect(() => () => frames.end(), [frames]);
-  const loaded = useResource(() => frames.refresh(), `${run} ${key}`, {
+  const loaded = useResource(() => frames.refresh().then(() => true), `${run} ${key}`, {
     on: (wake) => wake.run === null || wake.run === run,
     seen,
   });
@@ -48,6 +52,7 @@ export function Heads({ views, catalog, head, onHead, metric: asked, onMetric, o
     heads.filter((_, i) => modes[i] !== null && modes[i] !== "plain").map((head) => ({ layer, head })),
   );
   if (!metric) return null;
+  const blank = frames.low > frames.high; // the heat map keeps its room, so that nothing below it moves
   return (
     <section aria-label="Layer by head">
       <header class="title">
@@ -75,9 +80,7 @@ export function Heads({ views, catalog, head, onHead, metric: asked, onMetric, o
       </header>
       <div class="card pad" ref={box}>
         <p class="muted">{metric.help}</p>
-        {frames.low > frames.high ? (
-          <p class="empty">{loaded.error?.message ?? (version ? NOT_RECORDED : "Loading the values.")}</p>
-        ) : (
+        <div class={blank ? "stack blank" : "stack"}>
           <HeatMap
             title={metric.title}
             frames={frames}
@@ -91,7 +94,8 @@ export function Heads({ views, catalog, head, onHead, metric: asked, onMetric, o
             format={metric.percent ? percent : number}
             onChoose={onHead}
           />
-        )}
+          {blank && <p class="empty">{loaded.error?.message ?? (loaded.data ? NOT_RECORDED : "Loading the values.")}</p>}
+        </div>
         <footer class="keyed">
           <p class="key muted">
             <i class="box" style={{ borderColor: ink.warning }} /> warned

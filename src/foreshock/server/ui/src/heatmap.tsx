@@ -1,6 +1,6 @@
 /** Heat map of layers and heads at one step, and of heads over time, with a slider. A canvas stays fast for 80 x 64 heads. */
 
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { paintCells, prepare, TOP, useWidth } from "./canvas";
 import { type Ink, ramp } from "./colour";
 import { number, steps as stepText } from "./format";
@@ -61,7 +61,7 @@ export function HeatMap({
   const cell = Math.max(4, Math.min(44, (Math.min(width, GRID) - LEFT - RIGHT) / columns));
   const cellHeight = Math.max(4, Math.min(cell, 36, 400 / rows));
 
-  useEffect(() => {
+  useLayoutEffect(() => {
     const ctx = prepare(canvas.current!, LEFT + columns * cell + RIGHT, rows * cellHeight + BOTTOM);
     const values = frame?.values;
     paintCells(ctx, columns, rows, (column, row) => paint(values?.[row * columns + column] ?? NaN), [

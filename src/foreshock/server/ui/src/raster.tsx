@@ -1,6 +1,6 @@
 /** Heads over time: one row per head, one column per step, with the colours of the heat map. */
 
-import { useEffect, useMemo, useRef } from "preact/hooks";
+import { useLayoutEffect, useMemo, useRef } from "preact/hooks";
 import { paintCells, prepare, TOP, useWidth } from "./canvas";
 import type { Ink } from "./colour";
 import { tick } from "./format";
@@ -31,7 +31,7 @@ export function Raster({ frames, version, rows, at, paint, chosen, ink, onPick }
   const plotted = Math.max(1, width - LEFT);
   const found = useMemo(() => frames.steps.map((step) => frames.at(step)?.values), [frames, version]);
 
-  useEffect(() => {
+  useLayoutEffect(() => {
     const height = rows.length * rowHeight;
     const ctx = prepare(canvas.current!, width, height + BOTTOM);
     const places = rows.map(

@@ -19,6 +19,14 @@ export class LiveSeries {
     private readonly steps: Steps,
   ) {}
 
+  /** The line before its first points. */
+  blank(): CurveLine {
+    const [metric, layer = null, head = null] = this.name.split(":");
+    const number = (text: string | null) => (text === null ? null : Number(text));
+    const none = { steps: [], low: [], high: [], last: [], worst_head: [null] };
+    return { metric: metric!, unit: "", layer: number(layer), head: number(head), ...none };
+  }
+
   /** Loads the line: all of it if `fresh`, otherwise from the second-to-last point, because the last may still change. */
   async load(fresh: boolean): Promise<CurveLine> {
     const resume = this.line?.steps.at(-2);
