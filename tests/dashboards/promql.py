@@ -1,4 +1,4 @@
-"""The boards as they are made, the queries of boards and rules, and what a query of PromQL is made of."""
+"""The generated boards, the queries of boards and rules, and helpers that parse PromQL."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ Kind = Literal["panel", "variable", "annotation", "rule"]
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One PromQL expression and where it stands. `expr` may still hold Grafana's variables."""
+    """One PromQL expression and its place. `expr` may contain Grafana's variables."""
 
     where: str
     kind: Kind
@@ -25,9 +25,9 @@ class Query:
 
 
 def queries() -> Iterator[Query]:
-    """Every query of every board, and every metric that a rule watches.
+    """Every query of every board, and every metric in a rule.
 
-    A rule that does not fire returns nothing, as it should; what it watches must be there all the same.
+    The expression of a rule that does not fire correctly returns nothing, so its metrics are queried instead.
     """
     for name, board in boards(Links()).items():
         for panel in charts(board):
@@ -35,7 +35,7 @@ def queries() -> Iterator[Query]:
                 yield Query(f"{name}: {panel['title']} ({target['refId']})", "panel", target["expr"])
         for variable in board["templating"]["list"]:
             if variable["type"] == "query":
-                yield Query(f"{name}: ${variable['name']}", "variable", asked_by(variable["query"]["query"]))
+                yield Query(f"{name}: ${variable['name']}", "variable", promql_of(variable["query"]["query"]))
         for annotation in board["annotations"]["list"]:
             yield Query(f"{name}: {annotation['name']}", "annotation", annotation["expr"])
     for rule in rules(Links()):
@@ -44,19 +44,19 @@ def queries() -> Iterator[Query]:
 
 
 def charts(board: dict[str, Any]) -> list[dict[str, Any]]:
-    """The panels of a board that ask for something; the others are headings."""
+    """The panels of a board that have queries; the others are headings."""
     return [panel for panel in board["panels"] if panel["type"] != "row"]
 
 
-def asked_by(text: str) -> str:
-    """The PromQL of a variable: that of a `query_result`, or the selector of a `label_values`."""
+def promql_of(text: str) -> str:
+    """The PromQL of a variable: the query of a `query_result`, or the selector of a `label_values`."""
     match = re.fullmatch(r"query_result\((.*)\)|label_values\((.*), *\w+\)", text)
     assert match is not None, text
     return match[1] or match[2]
 
 
 def concrete(expr: str, *, run: str, rate_interval: str = "1m") -> str:
-    """A query with Grafana's variables filled in, as Grafana sends it for one run and all its layers."""
+    """A query with Grafana's variables replaced, as Grafana sends it for one run and all its layers."""
     return expr.replace("$__rate_interval", rate_interval).replace("$run", run).replace("$layer", ".+")
 
 
@@ -68,7 +68,7 @@ LABELS = {
     **{metric.name: set(metric.labels) for metric in METRICS},
     **{metric.layer_name: {"run", "layer"} for metric in HEAD_METRICS},
     "up": {"job"},
-    "ALERTS": {"alertname", "alertstate", "severity", "run", "layer", "head"},  # of Prometheus itself
+    "ALERTS": {"alertname", "alertstate", "severity", "run", "layer", "head"},  # written by Prometheus
 }
 
 
@@ -99,5 +99,5 @@ def grouping_labels(tree: Any) -> set[str]:
 
 
 def parse(expr: str) -> Any:
-    """The syntax tree of a query with Grafana's variables filled in; raises ValueError on a mistake."""
+    """The syntax tree of a query with Grafana's variables replaced; raises ValueError if the query is invalid."""
     return promql_parser.parse(concrete(expr, run="a"))

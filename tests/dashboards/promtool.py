@@ -1,4 +1,4 @@
-"""Series that alerts fire on, and promtool, which plays them against the rules."""
+"""Series on which alerts fire, and promtool, which evaluates the rules on them."""
 
 import re
 import subprocess
@@ -22,14 +22,14 @@ def warned(severity: str, **changes: str) -> str:
 
 
 def promtool(folder: Path, tests: list[dict[str, Any]], *, only: str = "") -> subprocess.CompletedProcess[str]:
-    """Run promtool's unit tests against the rules of the catalogue, or only that of one alert, which is faster.
+    """Run promtool's unit tests with the rules of the catalogue, or only with the rule of one alert, which is faster.
 
-    A run is active where its series do not say.
+    A run is active unless its series say otherwise.
     """
     for test in tests:
-        told = " ".join(series["series"] for series in test["input_series"])
-        for run in dict.fromkeys(re.findall(r'run="([^"]*)"', told)):
-            if (active := f'foreshock_run_active{{run="{run}"}}') not in told:
+        all_series = " ".join(series["series"] for series in test["input_series"])
+        for run in dict.fromkeys(re.findall(r'run="([^"]*)"', all_series)):
+            if (active := f'foreshock_run_active{{run="{run}"}}') not in all_series:
                 test["input_series"].append({"series": active, "values": "1x120"})
     rules = prometheus_rules(Links())
     [group] = rules["groups"]
@@ -42,12 +42,12 @@ def promtool(folder: Path, tests: list[dict[str, Any]], *, only: str = "") -> su
 
 
 def firing_series(alert: str, labels: Labels) -> str:
-    """How Prometheus itself records an alert that fires."""
+    """The series by which Prometheus records a firing alert."""
     pairs = {"alertname": alert, "alertstate": "firing", "severity": severity_of(alert)} | labels
     return "ALERTS{" + ",".join(f'{name}="{value}"' for name, value in pairs.items() if value) + "}"
 
 
 def severity_of(alert: str) -> str:
-    """The severity label that the rule adds; nothing where the series brings its own."""
-    own = {a.name for m in METRICS for a in m.alerts if "severity" in m.labels}
-    return "" if alert in own else next(a.severity for _, a in alerts() if a.name == alert)
+    """The severity label that the rule adds; empty if the series has its own."""
+    own_severity = {a.name for m in METRICS for a in m.alerts if "severity" in m.labels}
+    return "" if alert in own_severity else next(a.severity for _, a in alerts() if a.name == alert)

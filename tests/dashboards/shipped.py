@@ -1,4 +1,4 @@
-"""The shipped configuration of Prometheus and Alertmanager, with the addresses and the pace of a test."""
+"""The shipped configuration of Prometheus and Alertmanager, with a test's addresses and intervals."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,27 +9,27 @@ import yaml
 PROVISIONING = Path(__file__).parents[2] / "src/foreshock/dashboards" / "provisioning"
 TEMPLATES = PROVISIONING / "messages.tmpl"
 SWITCHING = "ForeshockHeadFailing"
-"""The alert that is never held back."""
+"""The alert that is never inhibited."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Receivers:
-    """Addresses of those who are told, as scripts/compose-secrets adds them: a file that holds it, or the text."""
+    """Addresses of receivers, as scripts/compose-secrets adds them: a file with the address, or the address."""
 
     slack: Path | str | None = None
     webhook: Path | str | None = None
     dead_mans_switch: Path | str | None = None
 
     def configs(self, kind: str) -> dict[str, Any]:
-        """What a receiver of this kind adds below its name; nothing where none is given."""
-        where: Path | str | None = getattr(self, kind)
-        if where is None:
+        """The settings that a receiver of this kind adds below its name; empty without an address."""
+        address: Path | str | None = getattr(self, kind)
+        if address is None:
             return {}
         configs: dict[str, Any] = yaml.safe_load((PROVISIONING / "receivers" / f"{kind}.yml").read_text())
         [config] = next(iter(configs.values()))
         [key] = [key for key in config if key.endswith("_file")]
         del config[key]
-        config[key if isinstance(where, Path) else key.removesuffix("_file")] = str(where)
+        config[key if isinstance(address, Path) else key.removesuffix("_file")] = str(address)
         return configs
 
 
@@ -45,14 +45,14 @@ def alertmanager_config(
     fleet_wait: str = "1m",
     fleet_interval: str = "15m",
 ) -> str:
-    """alertmanager.yml for a service at this webhook, at another pace."""
+    """alertmanager.yml for a service with this webhook, at other intervals."""
     config = yaml.safe_load((PROVISIONING / "alertmanager.yml").read_text())
     config["templates"] = [] if templates is None else [str(templates)]
     route = config["route"]
     route |= {"group_wait": group_wait, "group_interval": group_interval}
     watchdog, dead, _, fleet, *_ = route["routes"]
-    for often in (watchdog, dead):
-        often |= {"group_interval": watchdog_interval, "repeat_interval": watchdog_interval}
+    for frequent in (watchdog, dead):
+        frequent |= {"group_interval": watchdog_interval, "repeat_interval": watchdog_interval}
     fleet |= {"group_wait": fleet_wait, "group_interval": fleet_interval}
     by_name = {receiver["name"]: receiver for receiver in config["receivers"]}
     for name in ("service", "watchdog"):
@@ -77,7 +77,7 @@ def prometheus_config(
     token_file: Path | None = None,
     remote_write_url: str | None = None,
 ) -> str:
-    """prometheus.yml, or that for VictoriaMetrics, for a service at `target`, at another pace."""
+    """prometheus.yml (or the one for VictoriaMetrics) for a service at `target`, at other intervals."""
     name = "prometheus.yml" if remote_write_url is None else "prometheus-victoriametrics.yml"
     config = yaml.safe_load((PROVISIONING / name).read_text())
     config["global"] = {"scrape_interval": scrape_interval, "evaluation_interval": evaluation_interval}

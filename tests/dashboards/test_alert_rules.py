@@ -1,4 +1,4 @@
-"""Every alert fires when it should, resolves, and stays silent when it should, as promtool evaluates it."""
+"""Every alert fires, resolves and stays silent at the expected minutes, as promtool evaluates it."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ from foreshock.dashboards.rules import Links, alerts, prometheus_rules
 
 @dataclass(frozen=True)
 class Case:
-    """Series sampled every minute, and the labels of what fires at some of those minutes."""
+    """Series sampled every minute, and the labels of the alerts that fire at some of those minutes."""
 
     alert: str
     story: str
@@ -23,8 +23,8 @@ class Case:
     firing: dict[int, list[Labels]]
 
     @classmethod
-    def told(cls, text: str) -> "Case":
-        """A case as STORIES tells it."""
+    def parse(cls, text: str) -> "Case":
+        """Parse one case of STORIES."""
         title, *lines = text.splitlines()
         series: dict[str, str] = {}
         firing: dict[int, list[Labels]] = {}
@@ -40,8 +40,8 @@ class Case:
         return cls(alert, story, series, firing)
 
 
-def counter_cases(alert: str, series: str, labels: Labels) -> list[Case]:
-    """The three lives of a counter that should not grow."""
+def cases_of_counter(alert: str, series: str, labels: Labels) -> list[Case]:
+    """The cases of a counter that should not grow."""
     return [
         Case(
             alert,
@@ -49,8 +49,13 @@ def counter_cases(alert: str, series: str, labels: Labels) -> list[Case]:
             {series: "0x3 4x30"},
             {3: [], 5: [labels], 30: []},
         ),
-        Case(alert, "fires when the counter is born above zero", {series: "_x4 4x30"}, {3: [], 5: [labels], 30: []}),
-        Case(alert, "is silent while the counter stands still", {series: "7x40"}, {30: [], 40: []}),
+        Case(
+            alert,
+            "fires when the counter appears with a value above zero",
+            {series: "_x4 4x30"},
+            {3: [], 5: [labels], 30: []},
+        ),
+        Case(alert, "is silent while the counter is constant", {series: "7x40"}, {30: [], 40: []}),
         Case(
             alert, "is silent when the service restarts and counts from zero", {series: "7x20 0x20"}, {19: [], 22: []}
         ),
@@ -58,7 +63,7 @@ def counter_cases(alert: str, series: str, labels: Labels) -> list[Case]:
 
 
 STORIES = Path(__file__).with_name("alert_stories.txt").read_text()
-"""An alert and its story, the series by the minute, and what fires at some minutes."""
+"""For each case: the alert and a title, the series by the minute, and the alerts firing at some minutes."""
 
 COUNTERS: list[tuple[str, str, Labels]] = [
     ("ForeshockNonFiniteSteps", 'foreshock_run_nonfinite_steps_total{run="a"}', RUN),
@@ -75,13 +80,13 @@ COUNTERS: list[tuple[str, str, Labels]] = [
     ("ForeshockBatchesRefused", 'foreshock_service_batches_total{result="refused"}', {"result": "refused"}),
 ]
 CASES = [
-    *(Case.told(story) for story in STORIES.strip().split("\n\n")),
-    *(case for counter in COUNTERS for case in counter_cases(*counter)),
+    *(Case.parse(story) for story in STORIES.strip().split("\n\n")),
+    *(case for counter in COUNTERS for case in cases_of_counter(*counter)),
 ]
 
 
-def played(case: Case, series: dict[str, str], firing: dict[int, list[Labels]]) -> dict[str, Any]:
-    """A test of promtool: these series, and what of the case's alert fires at some minutes."""
+def promtool_test(case: Case, series: dict[str, str], firing: dict[int, list[Labels]]) -> dict[str, Any]:
+    """A promtool test: these series, and the firing instances of the case's alert at some minutes."""
     return {
         "name": f"{case.alert} {case.story}",
         "interval": "1m",
@@ -97,63 +102,65 @@ def played(case: Case, series: dict[str, str], firing: dict[int, list[Labels]]) 
     }
 
 
-def wrong(folder: Path, tests: list[tuple[Case, dict[str, Any]]]) -> str:
-    """What promtool says of the tests that fail; empty where none does."""
-    said = ""
+def failures(folder: Path, tests: list[tuple[Case, dict[str, Any]]]) -> str:
+    """promtool's output for the failing tests; empty if all pass."""
+    output = ""
     for name in dict.fromkeys(case.alert for case, _ in tests):
         result = promtool(folder, [test for case, test in tests if case.alert == name], only=name)
-        said += "" if result.returncode == 0 else result.stdout + result.stderr
-    return said
+        output += "" if result.returncode == 0 else result.stdout + result.stderr
+    return output
 
 
 @pytest.mark.servers
-def test_every_alert_fires_only_when_it_should(tmp_path: Path) -> None:
-    assert wrong(tmp_path, [(case, played(case, case.series, case.firing)) for case in CASES]) == ""
+def test_alerts_fire_and_resolve_at_the_expected_minutes(tmp_path: Path) -> None:
+    assert failures(tmp_path, [(case, promtool_test(case, case.series, case.firing)) for case in CASES]) == ""
 
 
-def by_the_minute(values: str) -> list[str]:
-    """Promtool's notation, one value for each minute."""
-    found: list[str] = []
+def values_by_minute(values: str) -> list[str]:
+    """Expand promtool's notation into one value per minute."""
+    expanded: list[str] = []
     for part in values.split():
         value, _, times = part.partition("x")
         if not times:
-            found.append(part)
+            expanded.append(part)
             continue
         match = re.fullmatch(r"(-?[\d.]+)([+-][\d.]+)", value)
         start, step = (match[1], float(match[2])) if match else (value, 0.0)
-        found += [f"{float(start) + step * n:g}" if step else start for n in range(int(times) + 1)]
-    return found
+        expanded += [f"{float(start) + step * n:g}" if step else start for n in range(int(times) + 1)]
+    return expanded
 
 
 @pytest.mark.servers
 @pytest.mark.promise("S25")
-def test_no_alert_is_resolved_by_two_minutes_without_the_service(tmp_path: Path) -> None:
-    """Every case that fires for something that the service says: two scrapes fail just after."""
-    own = {alert.name for metric, alert in alerts() if metric is not None}
-    fires = [case for case in CASES if case.alert in own and any(case.firing.values())]
-    assert {case.alert for case in fires} == own
+def test_alerts_stay_firing_while_the_service_is_gone_for_two_minutes(tmp_path: Path) -> None:
+    """For every alert on a series of the service, two scrapes fail just after the alert fires."""
+    from_service = {alert.name for metric, alert in alerts() if metric is not None}
+    fires = [case for case in CASES if case.alert in from_service and any(case.firing.values())]
+    assert {case.alert for case in fires} == from_service
     tests = []
     for case in fires:
         minute, expected = next((minute, labels) for minute, labels in case.firing.items() if labels)
-        told = " ".join(case.series)
-        active = {f'foreshock_run_active{{run="{run}"}}': "1x120" for run in re.findall(r'run="([^"]*)"', told)}
-        lost = {
-            name: " ".join([*by_the_minute(values)[: minute + 1], "stale", "_"])
+        all_series = " ".join(case.series)
+        active = {f'foreshock_run_active{{run="{run}"}}': "1x120" for run in re.findall(r'run="([^"]*)"', all_series)}
+        with_gap = {
+            name: " ".join([*values_by_minute(values)[: minute + 1], "stale", "_"])
             for name, values in (active | case.series).items()
         }
-        tests.append((case, played(case, lost, {minute + later: expected for later in (0, 1, 2)})))
-    assert wrong(tmp_path, tests) == ""
+        tests.append((case, promtool_test(case, with_gap, {minute + later: expected for later in (0, 1, 2)})))
+    assert failures(tmp_path, tests) == ""
 
 
 @pytest.mark.servers
 @pytest.mark.promise("S24")
-def test_no_alert_of_a_run_fires_once_the_run_has_ended(tmp_path: Path) -> None:
-    """Every case that fires for a run, of a run that has ended."""
+def test_no_run_alert_fires_for_an_ended_run(tmp_path: Path) -> None:
+    """Every case that fires for a run, repeated for an ended run."""
     of_runs = [case for case in CASES if any("run" in labels for firing in case.firing.values() for labels in firing)]
     assert {case.alert for case in of_runs} == {a.name for metric, a in alerts() if metric and "run" in metric.labels}
-    over = {f'foreshock_run_active{{run="{run}"}}': "0x120" for run in "abc"}
-    tests = [(case, played(case, case.series | over, {minute: [] for minute in case.firing})) for case in of_runs]
-    assert wrong(tmp_path, tests) == ""
+    ended = {f'foreshock_run_active{{run="{run}"}}': "0x120" for run in "abc"}
+    tests = [
+        (case, promtool_test(case, case.series | ended, {minute: [] for minute in case.firing})) for case in of_runs
+    ]
+    assert failures(tmp_path, tests) == ""
 
 
 @pytest.mark.servers

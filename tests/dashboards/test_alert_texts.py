@@ -1,5 +1,4 @@
-"""What an alert says: where, why, how long, what was done, what to do; where its link leads; and its page of the
-runbooks."""
+"""Annotations of alerts (place, cause, time, action taken, action needed), their links, and their runbooks."""
 
 import json
 import re
@@ -19,7 +18,7 @@ from foreshock.server.settings import Settings
 
 FORECASTS = [
     ("a", 2, 5, "rounding", 2500),
-    ("a", 3, 7, "rounding", 1800),  # the soonest of this run and cause
+    ("a", 3, 7, "rounding", 1800),  # the earliest for this run and cause
     ("a", 4, 1, "score growth", 900),
     ("b", 0, 0, "rounding", 12),
 ]
@@ -34,18 +33,18 @@ WORDS = {
 }
 
 
-def in_words(cause: str = "rounding") -> dict[str, str]:
-    """The series by which the service tells what an alert says of run a."""
+def words_series(cause: str = "rounding") -> dict[str, str]:
+    """The series in which the service exports the text of an incident of run a."""
     labels = {"run": "a", "cause": cause} | WORDS
     return {f"foreshock_incident_words{{{','.join(f'{k}={json.dumps(v)}' for k, v in labels.items())}}}": "1x5"}
 
 
 @pytest.mark.servers
 @pytest.mark.promise("S24")
-def test_an_alert_says_of_an_incident_what_the_service_says_of_it(tmp_path: Path) -> None:
+def test_alert_annotations_repeat_the_incident_text_of_the_service(tmp_path: Path) -> None:
     series = {
         warned("critical"): "1x5",
-        **in_words(),
+        **words_series(),
         'foreshock_incident_opened_step{run="a",cause="rounding"}': "1234567x5",
         'foreshock_incident_opened_step{run="a",cause="score growth"}': "1000000x5",
         'foreshock_run_step{run="a"}': "1244567x5",
@@ -105,12 +104,12 @@ PLACES: dict[str, tuple[str, Labels, dict[str, str]]] = {
         },
     ),
 }
-"""What the link of an alert names: the alert, its labels, and the series on which it fires."""
+"""The place in an alert's link, by the alert, its labels, and the series on which it fires."""
 
 
 @pytest.mark.servers
-def test_the_link_of_an_alert_names_a_head_that_shows_it_and_begins_a_thousand_steps_before_it(tmp_path: Path) -> None:
-    """An incident whose words the series budget left out leads to the page."""
+def test_alert_link_names_an_affected_head_and_starts_1000_steps_earlier(tmp_path: Path) -> None:
+    """If the series budget dropped the text of an incident, the alert links to the run's page."""
     known = {'foreshock_run_step{run="a"}': "31000x5", 'foreshock_run_step{run="b"}': "9x5"}
     cases = [
         {
@@ -120,14 +119,14 @@ def test_the_link_of_an_alert_names_a_head_that_shows_it_and_begins_a_thousand_s
         }
         for alert, labels, series in PLACES.values()
     ]
-    said = promtool(tmp_path, cases)
-    told = (said.stdout + said.stderr).replace("\\u0026", "&")
-    assert [place for place in PLACES if f'/?runs=a{place}&steps=30000-"' not in told] == []
-    assert "Run a: attention becomes unstable in some heads (not finite)" in told
-    assert "Open the run's page and follow its instructions." in told
+    result = promtool(tmp_path, cases)
+    output = (result.stdout + result.stderr).replace("\\u0026", "&")
+    assert [place for place in PLACES if f'/?runs=a{place}&steps=30000-"' not in output] == []
+    assert "Run a: attention becomes unstable in some heads (not finite)" in output
+    assert "Open the run's page and follow its instructions." in output
 
 
-def test_an_alert_tells_to_switch_heads_only_where_rounding_is_the_cause() -> None:
+def test_alert_action_suggests_switching_heads_only_for_rounding() -> None:
     for _, alert in alerts():
         for sentence in re.split(r"(?<=[.:;]) ", alert.action):
             if re.search(r"every head switched|[Ss]witch (every|the) head", sentence):
@@ -157,7 +156,7 @@ every_alert = pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.n
 
 
 @every_alert
-def test_an_alert_has_a_page_that_begins_with_what_to_do_and_says_what_it_means_and_how_to_look(alert: Alert) -> None:
+def test_alert_has_a_runbook_that_starts_with_its_action(alert: Alert) -> None:
     title, first, *_ = (RUNBOOKS / f"{alert.name}.md").read_text().split("\n\n")
     assert title == f"# {alert.name}"
     assert first == alert.action
@@ -165,12 +164,12 @@ def test_an_alert_has_a_page_that_begins_with_what_to_do_and_says_what_it_means_
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["What it means", "Look", "Do"]
 
 
-def test_no_page_is_left_over_from_an_alert_that_is_gone() -> None:
+def test_every_runbook_belongs_to_an_alert() -> None:
     assert {path.stem for path in RUNBOOKS.glob("*.md")} == {alert.name for alert in ALERTS}
 
 
 @every_alert
-def test_a_page_names_only_panels_metrics_and_settings_that_exist(alert: Alert) -> None:
+def test_runbook_names_only_existing_panels_metrics_and_settings(alert: Alert) -> None:
     text = (RUNBOOKS / f"{alert.name}.md").read_text()
     titles = {board["title"].removeprefix("foreshock / ") for board in boards(Links()).values()}
     panels = {panel["title"] for board in boards(Links()).values() for panel in charts(board)}

@@ -1,4 +1,4 @@
-"""Who is told what, as a real Prometheus finds it and a real Alertmanager delivers it under the generated files."""
+"""Routing, grouping and inhibition of alerts by a real Prometheus and Alertmanager with the generated files."""
 
 import json
 import re
@@ -24,15 +24,15 @@ pytestmark = pytest.mark.servers
 
 
 @dataclass
-class World:
-    """What is scraped, and every message that was sent: (path, body)."""
+class Recorder:
+    """The metrics to scrape, and every message received: (path, body)."""
 
     metrics: Callable[[], str | None] = lambda: ""
-    said: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def to(self, path: str) -> list[dict[str, Any]]:
-        """What this receiver was sent."""
-        return [body for at, body in self.said if at == path]
+        """The messages to this receiver."""
+        return [body for at, body in self.messages if at == path]
 
     def alerts(self, path: str) -> set[tuple[str, str]]:
         """(alert, run) of every firing alert that this receiver got."""
@@ -45,12 +45,12 @@ class World:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """The scraped service, and every receiver."""
+    """The scraped service and every receiver of messages."""
 
-    world: World
+    recorder: Recorder
 
     def do_GET(self) -> None:
-        text = self.world.metrics()
+        text = self.recorder.metrics()
         self.send_response(200 if text is not None else 503)
         self.send_header("content-type", "text/plain; version=0.0.4")
         self.end_headers()
@@ -58,18 +58,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.world.said.append((self.path, body))
+        self.recorder.messages.append((self.path, body))
         self.send_response(200)
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 @contextmanager
-def outside(world: World) -> Iterator[str]:
-    """The address of the world's server."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Handler,), {"world": world}))
+def http_server(recorder: Recorder) -> Iterator[str]:
+    """Serve the recorder; yields the address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Handler,), {"world": recorder}))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -81,23 +81,23 @@ def outside(world: World) -> Iterator[str]:
 
 
 @contextmanager
-def told(folder: Path, world: World) -> Iterator[str]:
-    """Prometheus with the shipped rules, a minute of which is 250 ms here, and Alertmanager; the latter's address."""
+def alerting(folder: Path, recorder: Recorder) -> Iterator[str]:
+    """Prometheus and Alertmanager with the shipped rules, whose minutes last 250 ms; yields Alertmanager's address."""
     rules = prometheus_rules(Links())
     for rule in rules["groups"][0]["rules"]:
         for key in ("for", "keep_firing_for"):
             if key in rule:
                 rule[key] = re.sub(r"(\d+)m", lambda minutes: f"{250 * int(minutes[1])}ms", rule[key])
     (folder / "rules.yml").write_text(yaml.safe_dump(rules))
-    with outside(world) as here, starter(folder) as start:
+    with http_server(recorder) as address, starter(folder) as start:
         config = alertmanager_config(
-            f"http://{here}/service",
+            f"http://{address}/service",
             None,
             templates=TEMPLATES,
             receivers=Receivers(
-                slack=f"http://{here}/slack",
-                webhook=f"http://{here}/people",
-                dead_mans_switch=f"http://{here}/dead-mans-switch",
+                slack=f"http://{address}/slack",
+                webhook=f"http://{address}/people",
+                dead_mans_switch=f"http://{address}/dead-mans-switch",
             ),
             group_wait="1s",
             group_interval="2s",
@@ -105,14 +105,14 @@ def told(folder: Path, world: World) -> Iterator[str]:
             fleet_wait="4s",
             fleet_interval="8s",
         )
-        called = alertmanager(start, folder, config)
+        manager = alertmanager(start, folder, config)
         pace: dict[str, Any] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
-        prometheus(start, folder, prometheus_config(here, folder / "rules.yml", called.address, **pace))
-        yield called.url
+        prometheus(start, folder, prometheus_config(address, folder / "rules.yml", manager.address, **pace))
+        yield manager.url
 
 
 def silent_runs(count: int) -> str:
-    """The exposition of runs that were heard of ten minutes ago."""
+    """Metrics of runs whose last heartbeat was ten minutes ago."""
     then = time.time() - 600
     names = [f"sweep-{number}" for number in range(count)]
     heard = [f'foreshock_run_last_heard_timestamp_seconds{{run="{name}"}} {then}' for name in names]
@@ -120,18 +120,18 @@ def silent_runs(count: int) -> str:
 
 
 @pytest.mark.full
-def test_two_hundred_runs_that_fall_silent_make_two_messages_at_most_and_two_when_they_are_back(
+def test_200_silent_runs_send_at_most_two_messages_and_two_when_resolved(
     tmp_path: Path,
 ) -> None:
-    back = threading.Event()
-    world = World(lambda: "foreshock_run_active 0\n" if back.is_set() else silent_runs(200))
-    with told(tmp_path, world):
+    resolved = threading.Event()
+    recorder = Recorder(lambda: "foreshock_run_active 0\n" if resolved.is_set() else silent_runs(200))
+    with alerting(tmp_path, recorder):
         silent = {("ForeshockRunUnreachable", f"sweep-{number}") for number in range(200)}
-        eventually("every silent run in a message of the service's", lambda: world.alerts("/service") >= silent)
-        eventually("a message to people", lambda: bool(world.to("/slack")))
-        back.set()
-        eventually("the word that it is over", lambda: "Resolved" in json.dumps(world.to("/slack")))
-        messages = [body["attachments"][0] for body in world.to("/slack")]
+        eventually("every silent run in a message to the service", lambda: recorder.alerts("/service") >= silent)
+        eventually("a message to people", lambda: bool(recorder.to("/slack")))
+        resolved.set()
+        eventually("the message that the alerts are resolved", lambda: "Resolved" in json.dumps(recorder.to("/slack")))
+        messages = [body["attachments"][0] for body in recorder.to("/slack")]
     fired = [message for message in messages if "Resolved" not in message["title"]]
     assert len(fired) <= 2
     assert "200 alerts ForeshockRunUnreachable" in fired[-1]["title"]
@@ -139,55 +139,55 @@ def test_two_hundred_runs_that_fall_silent_make_two_messages_at_most_and_two_whe
 
 
 @pytest.mark.full
-def test_a_dead_service_is_told_to_people_and_not_to_itself_and_holds_back_what_follows_from_it(
+def test_service_down_alert_goes_only_to_people_and_inhibits_run_alerts(
     tmp_path: Path,
 ) -> None:
     dead = threading.Event()
-    world = World(lambda: None if dead.is_set() else silent_runs(1))
-    with told(tmp_path, world) as address:
-        eventually("the watchdog outside", lambda: len(world.to("/dead-mans-switch")) > 1)
-        eventually("the silent run", lambda: ("ForeshockRunUnreachable", "sweep-0") in world.alerts("/people"))
+    recorder = Recorder(lambda: None if dead.is_set() else silent_runs(1))
+    with alerting(tmp_path, recorder) as address:
+        eventually("the watchdog at the dead man's switch", lambda: len(recorder.to("/dead-mans-switch")) > 1)
+        eventually("the silent run", lambda: ("ForeshockRunUnreachable", "sweep-0") in recorder.alerts("/people"))
         dead.set()
-        eventually("the dead service", lambda: ("ForeshockServiceDown", "") in world.alerts("/people"))
-        late = {"alertname": "ForeshockRunHung", "run": "late", "severity": "warning"}
-        httpx.post(f"{address}/api/v2/alerts", json=[{"labels": late}], trust_env=False).raise_for_status()
+        eventually("the dead service", lambda: ("ForeshockServiceDown", "") in recorder.alerts("/people"))
+        late_alert = {"alertname": "ForeshockRunHung", "run": "late", "severity": "warning"}
+        httpx.post(f"{address}/api/v2/alerts", json=[{"labels": late_alert}], trust_env=False).raise_for_status()
 
         def state() -> str:
-            found = httpx.get(f"{address}/api/v2/alerts", trust_env=False).json()
-            return str(next(a["status"]["state"] for a in found if a["labels"] == late))
+            alerts_now = httpx.get(f"{address}/api/v2/alerts", trust_env=False).json()
+            return str(next(a["status"]["state"] for a in alerts_now if a["labels"] == late_alert))
 
-        eventually("an alert of a run held back", lambda: state() == "suppressed")
-    assert ("ForeshockServiceDown", "") not in world.alerts("/service")
-    assert ("ForeshockRunHung", "late") not in world.alerts("/people")
+        eventually("an inhibited alert of a run", lambda: state() == "suppressed")
+    assert ("ForeshockServiceDown", "") not in recorder.alerts("/service")
+    assert ("ForeshockRunHung", "late") not in recorder.alerts("/people")
 
 
 @pytest.mark.full
-def test_a_run_s_alerts_are_one_message_and_a_critical_one_holds_its_warnings_back_but_never_a_switch(
+def test_run_alerts_are_grouped_and_critical_ones_inhibit_warnings_except_switches(
     tmp_path: Path,
 ) -> None:
-    world = World(lambda: "up_and_well 1\n")
+    recorder = Recorder(lambda: "up_and_well 1\n")
 
     def alert(name: str, run: str, severity: str, **labels: str) -> dict[str, Any]:
         return {"labels": {"alertname": name, "run": run, "severity": severity, **labels}, "annotations": {}}
 
-    with told(tmp_path, world) as address:
-        eventually("the watchdog", lambda: bool(world.to("/service")) or bool(world.to("/dead-mans-switch")))
-        given = [
+    with alerting(tmp_path, recorder) as address:
+        eventually("the watchdog", lambda: bool(recorder.to("/service")) or bool(recorder.to("/dead-mans-switch")))
+        posted = [
             alert("ForeshockLossJumped", "a", "critical"),
             alert("ForeshockSwitchNotArrested", "a", "critical"),
             alert("ForeshockAgentFault", "a", "warning"),
             alert(SWITCHING, "a", "warning", layer="0", head="1"),
             alert("ForeshockAgentFault", "b", "warning"),
         ]
-        httpx.post(f"{address}/api/v2/alerts", json=given, trust_env=False).raise_for_status()
-        eventually("run b", lambda: ("ForeshockAgentFault", "b") in world.alerts("/people"))
-        eventually("run a", lambda: ("ForeshockLossJumped", "a") in world.alerts("/people"))
-        eventually("the switch", lambda: (SWITCHING, "a") in world.alerts("/service"))
-    [of_a] = [body for body in world.to("/people") if body["groupLabels"] == {"run": "a"}]
-    told_of_a = {alert["labels"]["alertname"] for alert in of_a["alerts"]}
-    assert told_of_a == {"ForeshockLossJumped", "ForeshockSwitchNotArrested", SWITCHING}
-    assert ("ForeshockAgentFault", "a") not in world.alerts("/service")
+        httpx.post(f"{address}/api/v2/alerts", json=posted, trust_env=False).raise_for_status()
+        eventually("run b", lambda: ("ForeshockAgentFault", "b") in recorder.alerts("/people"))
+        eventually("run a", lambda: ("ForeshockLossJumped", "a") in recorder.alerts("/people"))
+        eventually("the switch", lambda: (SWITCHING, "a") in recorder.alerts("/service"))
+    [of_a] = [body for body in recorder.to("/people") if body["groupLabels"] == {"run": "a"}]
+    alerts_of_a = {alert["labels"]["alertname"] for alert in of_a["alerts"]}
+    assert alerts_of_a == {"ForeshockLossJumped", "ForeshockSwitchNotArrested", SWITCHING}
+    assert ("ForeshockAgentFault", "a") not in recorder.alerts("/service")
 
 
-def test_what_is_never_held_back_is_what_the_service_switches_by() -> None:
+def test_uninhibited_alert_is_the_one_that_orders_switches() -> None:
     assert frozenset({SWITCHING}) == frozenset(SWITCHING_ALERTS)

@@ -1,4 +1,4 @@
-"""The boards follow Grafana's linter and the catalogue: queries parse, panels say what bad looks like."""
+"""The boards follow Grafana's linter and the catalogue: queries parse, and panels describe bad values."""
 
 import json
 import re
@@ -12,11 +12,11 @@ from tests.dashboards.promql import (
     LABELS,
     QUERIES,
     Query,
-    asked_by,
     charts,
     grouping_labels,
     nodes,
     parse,
+    promql_of,
     selectors,
 )
 
@@ -25,23 +25,23 @@ from foreshock.contract.metrics.catalog import METRICS
 every_board = pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS.keys())
 
 
-def test_every_metric_of_the_catalogue_is_on_a_board() -> None:
+def test_every_metric_is_on_a_board() -> None:
     shown = {selector.name for query in QUERIES if query.kind == "panel" for selector in selectors(parse(query.expr))}
     assert {metric.name for metric in METRICS} <= shown
 
 
 @every_board
-def test_a_legend_names_only_labels_that_its_series_keep(board: dict[str, Any]) -> None:
+def test_legend_uses_only_labels_that_remain_after_aggregation(board: dict[str, Any]) -> None:
     for panel in charts(board):
         for target in panel["targets"]:
             tree = parse(target["expr"])
             names = [selector.name for selector in selectors(tree)]
-            kept = grouping_labels(tree) or set().union(*(LABELS[name] for name in names))
-            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= kept, panel["title"]
+            remaining = grouping_labels(tree) or set().union(*(LABELS[name] for name in names))
+            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= remaining, panel["title"]
 
 
 @every_board
-def test_ids_and_places_are_sound(board: dict[str, Any]) -> None:
+def test_panels_have_unique_ids_and_do_not_overlap(board: dict[str, Any]) -> None:
     assert len(board["uid"]) <= 40
     assert board["schemaVersion"] == 42
     assert Counter(panel["id"] for panel in board["panels"]).most_common(1)[0][1] == 1
@@ -54,7 +54,7 @@ def test_ids_and_places_are_sound(board: dict[str, Any]) -> None:
 
 
 @every_board
-def test_a_board_holds_no_credentials_and_links_to_the_page_for_a_switch(board: dict[str, Any]) -> None:
+def test_board_has_no_credentials_and_links_to_the_live_page(board: dict[str, Any]) -> None:
     text = json.dumps(board)
     assert not re.search(r"authorization|bearer|password|secret|api_?key", text, re.IGNORECASE)
     assert '"type": "fetch"' not in text  # panel actions call from the browser without authentication
@@ -67,26 +67,26 @@ def variables(board: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @every_board
-def test_a_board_keeps_the_rules_of_grafanas_linter_on_templates(board: dict[str, Any]) -> None:
+def test_board_variables_follow_grafanas_linter(board: dict[str, Any]) -> None:
     assert board["editable"] is False
     sources = [variable for variable in variables(board).values() if variable["type"] == "datasource"]
     assert [(v["name"], v["label"], v["query"]) for v in sources] == [("datasource", "Data source", "prometheus")]
-    asked = [variable for variable in variables(board).values() if variable["type"] == "query"]
-    assert asked
-    for variable in asked:
-        names = [node.name for node in selectors(parse(asked_by(variable["query"]["query"])))]
+    queried = [variable for variable in variables(board).values() if variable["type"] == "query"]
+    assert queried
+    for variable in queried:
+        names = [node.name for node in selectors(parse(promql_of(variable["query"]["query"])))]
         assert variable["name"] in LABELS[names[0]]
         assert variable["refresh"] == 2
         assert not variable.get("includeAll") or variable["allValue"] == ".+"
 
 
 @pytest.mark.parametrize("key", ["warning.active", "warning.forecast"])
-def test_the_run_board_shows_warnings_about_the_run_as_a_whole(key: str) -> None:
-    """They have an empty layer, which a matcher for any text does not match."""
+def test_run_board_includes_warnings_without_a_layer(key: str) -> None:
+    """Warnings about the whole run have an empty layer label, which the matcher `.+` does not match."""
     [metric] = [metric for metric in METRICS if metric.key == key]
-    asked = [t["expr"] for p in charts(BOARDS["run.json"]) for t in p["targets"] if metric.name in t["expr"]]
-    assert asked
-    for expr in asked:
+    expressions = [t["expr"] for p in charts(BOARDS["run.json"]) for t in p["targets"] if metric.name in t["expr"]]
+    assert expressions
+    for expr in expressions:
         for matcher in re.findall(r'layer=~"([^"]*)"', expr):
             for chosen in (".+", "(3|17)", "17"):
                 pattern = matcher.replace("$layer", chosen)
@@ -103,14 +103,14 @@ def property_of(panel: dict[str, Any], column: str, name: str) -> Any:
 
 
 @every_board
-def test_every_board_leads_to_every_other_within_grafana_and_takes_run_and_time_along(board: dict[str, Any]) -> None:
-    ways = {link["url"]: link for link in board["links"] if link["url"].startswith("/d/")}
-    assert set(ways) == {f"/d/{other['uid']}" for other in BOARDS.values() if other["uid"] != board["uid"]}
-    assert all(way["includeVars"] and way["keepTime"] and not way["targetBlank"] for way in ways.values())
+def test_every_board_links_to_the_others_with_variables_and_time_range(board: dict[str, Any]) -> None:
+    links = {link["url"]: link for link in board["links"] if link["url"].startswith("/d/")}
+    assert set(links) == {f"/d/{other['uid']}" for other in BOARDS.values() if other["uid"] != board["uid"]}
+    assert all(link["includeVars"] and link["keepTime"] and not link["targetBlank"] for link in links.values())
     assert not any("placement" in each for each in (*board["links"], *board["annotations"]["list"])), "not in a menu"
 
 
-def test_a_run_of_the_overview_leads_to_its_board_and_its_layers() -> None:
+def test_overview_run_links_to_its_run_and_layers_boards() -> None:
     [runs] = [panel for panel in charts(BOARDS["overview.json"]) if panel["title"] == "Runs"]
     urls = [link["url"] for link in property_of(runs, "run", "links")]
     assert urls[0].startswith("/d/foreshock-run?var-run=${__value.raw:percentencode}&")
@@ -119,13 +119,13 @@ def test_a_run_of_the_overview_leads_to_its_board_and_its_layers() -> None:
 
 
 @pytest.mark.parametrize("name", ["run.json", "layers.json"])
-def test_a_board_of_one_run_opens_with_the_one_that_stepped_last(name: str) -> None:
+def test_run_boards_select_the_run_with_the_latest_step(name: str) -> None:
     run = variables(BOARDS[name])["run"]
-    assert asked_by(run["query"]["query"]) == "sort_desc(foreshock_run_last_step_timestamp_seconds)"
-    assert run["sort"] == 0, "as it was answered"
+    assert promql_of(run["query"]["query"]) == "sort_desc(foreshock_run_last_step_timestamp_seconds)"
+    assert run["sort"] == 0, "in the order of the query result"
     pattern = re.compile(run["regex"].strip("/"))
-    answered = 'foreshock_run_last_step_timestamp_seconds{instance="i", job="foreshock", run="a.b/c-1"} 5 17'
-    assert pattern.findall(answered) == ["a.b/c-1"]
+    result = 'foreshock_run_last_step_timestamp_seconds{instance="i", job="foreshock", run="a.b/c-1"} 5 17'
+    assert pattern.findall(result) == ["a.b/c-1"]
 
 
 PANELS = [
@@ -136,7 +136,7 @@ every_query = pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.
 
 
 @every_query
-def test_a_query_parses_and_reads_only_metrics_and_labels_of_the_catalogue(query: Query) -> None:
+def test_query_parses_and_uses_only_known_metrics_and_labels(query: Query) -> None:
     tree = parse(query.expr)
     known: set[str] = set()
     for selector in selectors(tree):
@@ -148,7 +148,7 @@ def test_a_query_parses_and_reads_only_metrics_and_labels_of_the_catalogue(query
 
 
 @every_panel
-def test_a_panel_keeps_the_rules_of_grafanas_linter_and_says_what_bad_looks_like(panel: dict[str, Any]) -> None:
+def test_panel_follows_grafanas_linter_and_describes_bad_values(panel: dict[str, Any]) -> None:
     assert panel["title"]
     assert "Bad:" in panel["description"]
     assert panel["targets"]
@@ -169,8 +169,8 @@ def test_a_panel_keeps_the_rules_of_grafanas_linter_and_says_what_bad_looks_like
         assert counters == inside
 
 
-def test_the_rows_and_columns_of_a_matrix_are_sorted_as_numbers() -> None:
-    """Grafana has labels as text, in the order of the answer, which nobody promises."""
+def test_matrix_rows_and_columns_are_sorted_as_numbers() -> None:
+    """Grafana treats labels as text, in the order of the query result, which is not guaranteed."""
     matrices = [p for p in BOARDS["layers.json"]["panels"] if p["title"].endswith(": layer by head")]
     assert matrices
     for panel in matrices:

@@ -1,4 +1,4 @@
-"""docker-compose.yml is safe as shipped (promise S8), and names only what exists."""
+"""docker-compose.yml is safe as shipped (promise S8), and refers only to existing files and secrets."""
 
 import os
 import re
@@ -25,7 +25,7 @@ SERVICES: dict[str, Any] = COMPOSE["services"]
 
 every_service = pytest.mark.parametrize("service", SERVICES.values(), ids=SERVICES.keys())
 
-# The first versions without the holes that were known when these images were chosen.
+# The first versions without the vulnerabilities that were known when these images were chosen.
 SAFE_FROM = {
     "prom/prometheus": (3, 11, 3),  # CVE-2026-42154, CVE-2026-40179
     "prom/alertmanager": (0, 31, 1),
@@ -36,7 +36,7 @@ SAFE_FROM = {
 
 
 def secrets_folder(path: Path, *options: str) -> Path:
-    """A folder of secrets as the script makes it."""
+    """A folder of secrets created by the script."""
     subprocess.run([REPOSITORY / "scripts/compose-secrets", *options, path], check=True, capture_output=True)
     return path
 
@@ -48,12 +48,12 @@ RECEIVERS = {
     "email": "email_password",
     "dead-mans-switch": "dead_mans_switch_url",
 }
-"""What the script takes for each receiver becomes this secret."""
+"""The name of the secret that the script creates for each receiver."""
 
 
 @pytest.mark.promise("S8")
 @every_service
-def test_a_container_has_no_more_rights_than_it_needs_and_a_pinned_image_without_known_holes(
+def test_container_has_minimal_privileges_and_a_pinned_safe_image(
     service: dict[str, Any],
 ) -> None:
     assert service["read_only"] is True
@@ -62,18 +62,18 @@ def test_a_container_has_no_more_rights_than_it_needs_and_a_pinned_image_without
     assert not {"privileged", "cap_add", "devices", "pid", "network_mode", "ipc", "userns_mode"} & set(service)
     assert "docker.sock" not in str(service)
     assert service["healthcheck"]["test"][0] == "CMD"
-    assert re.fullmatch(r"[1-9]\d*[mg]", service["mem_limit"]), "it cannot take the machine's memory"
+    assert re.fullmatch(r"[1-9]\d*[mg]", service["mem_limit"]), "memory must be limited"
     for port in service.get("ports", []):
-        assert re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port), "published on loopback"
+        assert re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port), "ports must be published on loopback only"
     if "build" not in service:
         image, _, tag = service["image"].partition(":")
         version = tuple(int(part) for part in tag.removeprefix("v").split("."))
-        assert len(version) >= len(SAFE_FROM[image]), "the whole version is named"
+        assert len(version) >= len(SAFE_FROM[image]), "the full version must be pinned"
         assert version >= SAFE_FROM[image]
 
 
 @pytest.mark.promise("S8")
-def test_a_secret_is_a_file_from_a_folder_that_must_be_named() -> None:
+def test_secrets_are_files_from_a_required_folder() -> None:
     for name, secret in COMPOSE["secrets"].items():
         assert secret["file"] == f"${{FORESHOCK_SECRETS:?run scripts/compose-secrets first}}/{name}"
     for service in SERVICES.values():
@@ -85,7 +85,7 @@ def test_a_secret_is_a_file_from_a_folder_that_must_be_named() -> None:
 
 
 @pytest.mark.promise("S8")
-def test_database_prometheus_and_grafana_offer_no_way_in() -> None:
+def test_database_is_internal_and_admin_features_are_disabled() -> None:
     assert "ports" not in SERVICES["postgres"]
     assert SERVICES["postgres"]["networks"] == ["back"]
     assert COMPOSE["networks"]["back"] == {"internal": True}
@@ -108,22 +108,22 @@ def test_database_prometheus_and_grafana_offer_no_way_in() -> None:
 
 @pytest.mark.promise("A27")
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])
-def test_the_services_own_check_asks_it_directly_whatever_proxy_docker_sets(status: int, healthy: bool) -> None:
-    class Answers(BaseHTTPRequestHandler):
+def test_health_check_bypasses_the_proxy_that_docker_sets(status: int, healthy: bool) -> None:
+    class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
-            """Nothing."""
+            """Log nothing."""
 
-    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         [_, _, option, program] = SERVICES["foreshock"]["healthcheck"]["test"]
-        own = program.replace("8765", str(server.server_port))
+        check = program.replace("8765", str(server.server_port))
         environment = {**os.environ, "HTTP_PROXY": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
-        ended = subprocess.run([sys.executable, option, own], env=environment, capture_output=True, text=True)
-    assert (ended.returncode == 0, ended.stderr) == (healthy, "")
+        finished = subprocess.run([sys.executable, option, check], env=environment, capture_output=True, text=True)
+    assert (finished.returncode == 0, finished.stderr) == (healthy, "")
 
 
 def mounts(services: dict[str, Any]) -> list[tuple[str, str]]:
@@ -133,7 +133,7 @@ def mounts(services: dict[str, Any]) -> list[tuple[str, str]]:
     return [(part[1], part[2]) for part in parts if part]
 
 
-def test_what_is_mounted_exists_where_each_program_looks_for_it_and_its_secrets_belong_to_it() -> None:
+def test_mounts_exist_at_the_expected_paths_and_secrets_match_their_use() -> None:
     for source, _ in mounts(SERVICES):
         if source.startswith("./"):
             assert (REPOSITORY / source).exists(), source
@@ -153,13 +153,13 @@ def test_what_is_mounted_exists_where_each_program_looks_for_it_and_its_secrets_
         assert set(re.findall(r"/run/secrets/(\w+)", text)) == set(SERVICES[service]["secrets"])
 
 
-def test_the_secrets_that_the_script_makes_are_those_that_are_asked_for(tmp_path: Path) -> None:
+def test_script_creates_the_required_secrets_once(tmp_path: Path) -> None:
     folder, script = tmp_path / "secrets", REPOSITORY / "scripts/compose-secrets"
-    said = subprocess.run([script, folder], capture_output=True, text=True, check=True).stdout
-    assert "NOBODY IS WOKEN" in said
-    assert "no --dead-mans-switch was given" in said
-    made = {file.name for file in folder.iterdir()}
-    assert made == {*COMPOSE["secrets"], "alertmanager.yml", "compose.env", ".gitignore"}
+    output = subprocess.run([script, folder], capture_output=True, text=True, check=True).stdout
+    assert "NOBODY IS WOKEN" in output
+    assert "no --dead-mans-switch was given" in output
+    created = {file.name for file in folder.iterdir()}
+    assert created == {*COMPOSE["secrets"], "alertmanager.yml", "compose.env", ".gitignore"}
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / ".gitignore").read_text() == "*\n"
     values = [(folder / name).read_text() for name in COMPOSE["secrets"] if name not in RECEIVERS.values()]
@@ -167,14 +167,16 @@ def test_the_secrets_that_the_script_makes_are_those_that_are_asked_for(tmp_path
     assert all(len(value) >= 24 for value in values)
     again = subprocess.run([script, folder], capture_output=True, text=True)
     assert (again.returncode, "exists" in again.stderr) == (1, True)
-    assert (folder / "foreshock_token").read_text() in values, "no secret is made twice"
+    assert (folder / "foreshock_token").read_text() in values, "existing secrets must not be replaced"
 
 
 @pytest.mark.parametrize("options", [[], ["--postgres"]], ids=["sqlite", "postgres"])
-def test_the_service_accepts_its_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
+def test_service_accepts_the_created_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
     folder = secrets_folder(tmp_path / "secrets", *options)
-    given = SERVICES["foreshock"]["environment"]
-    set_alone(monkeypatch, {name: value.replace("/run/secrets", str(folder)) for name, value in given.items()})
+    shipped = SERVICES["foreshock"]["environment"]
+    set_alone(monkeypatch, {name: value.replace("/run/secrets", str(folder)) for name, value in shipped.items()})
     settings = Settings()
     assert settings.migrate is True
     assert settings.database_url.startswith("postgresql://" if options else "sqlite:////data/")
@@ -184,7 +186,7 @@ def test_the_service_accepts_its_secrets(tmp_path: Path, monkeypatch: pytest.Mon
         assert (folder / "postgres_password").read_text() in settings.database_url
 
 
-SAID = {
+SECRETS = {
     "slack": "https://hooks.slack.com/services/T1/B2/x&y|z",
     "pagerduty": "0123456789abcdef",
     "webhook": "https://pager.example/hook?key=1",
@@ -194,11 +196,11 @@ SAID = {
 
 
 @pytest.mark.servers
-@pytest.mark.parametrize("kinds", [["slack"], ["dead-mans-switch"], list(SAID)], ids="+".join)
-def test_one_secret_each_makes_a_receiver_of_its_kind(tmp_path: Path, kinds: list[str]) -> None:
+@pytest.mark.parametrize("kinds", [["slack"], ["dead-mans-switch"], list(SECRETS)], ids="+".join)
+def test_each_receiver_secret_adds_a_receiver(tmp_path: Path, kinds: list[str]) -> None:
     options: list[str] = []
     for kind in kinds:
-        (tmp_path / kind).write_bytes(f"{SAID[kind]}\r\n".encode())  # as an editor of Windows leaves it
+        (tmp_path / kind).write_bytes(f"{SECRETS[kind]}\r\n".encode())  # as a Windows editor saves it
         options += [f"--{kind}", str(tmp_path / kind)]
     folder = secrets_folder(tmp_path / "secrets", *options)
     text = (folder / "alertmanager.yml").read_text()
@@ -207,14 +209,14 @@ def test_one_secret_each_makes_a_receiver_of_its_kind(tmp_path: Path, kinds: lis
     assert bool(receivers["dead-mans-switch"]) == ("dead-mans-switch" in kinds)
     for kind in kinds:
         value = (folder / RECEIVERS[kind]).read_text()
-        assert value == ("pa:ss@wd&x" if kind == "email" else SAID[kind])
-        assert value not in text, "a secret stays in its file"
+        assert value == ("pa:ss@wd&x" if kind == "email" else SECRETS[kind])
+        assert value not in text, "the secret must only be in its file"
         assert f"/run/secrets/{RECEIVERS[kind]}" in text
     if "email" in kinds:
         [mail] = receivers["people"]["email_configs"]
         assert (mail["to"], mail["from"]) == ("on-call@example.org", "foreshock@example.org")
         assert (mail["smarthost"], mail["auth_username"]) == ("smtp.example.org:587", "ops@example.org")
-    # Debian's Alertmanager is older than the image, and reads the address of a webhook from no file yet.
+    # Debian's Alertmanager is older than the image and cannot read a webhook's address from a file.
     older = tmp_path / "older.yml"
     older.write_text(text.replace("url_file: /run", "url: https://x/run").replace("api_url: https:/", "api_url_file: "))
     checked = subprocess.run(["amtool", "check-config", older], capture_output=True, text=True)
@@ -222,7 +224,7 @@ def test_one_secret_each_makes_a_receiver_of_its_kind(tmp_path: Path, kinds: lis
 
 
 @pytest.mark.parametrize(
-    ("written", "words"),
+    ("content", "message"),
     [
         (None, "takes a file that holds its secret"),
         ("\nsmtp://on-the-second-line", "takes a file that holds its secret in the first line"),
@@ -230,46 +232,46 @@ def test_one_secret_each_makes_a_receiver_of_its_kind(tmp_path: Path, kinds: lis
         ("ops@example.org", "smtp://USER"),
     ],
 )
-def test_a_receiver_without_its_secret_is_refused_before_anything_is_made(
-    tmp_path: Path, written: str | None, words: str
+def test_invalid_receiver_secret_is_rejected_before_any_file_is_created(
+    tmp_path: Path, content: str | None, message: str
 ) -> None:
-    if written:
-        (tmp_path / "mail").write_text(written)
+    if content:
+        (tmp_path / "mail").write_text(content)
     options: list[str | Path] = ["--email", tmp_path / "mail", tmp_path / "secrets"]
-    said = subprocess.run([REPOSITORY / "scripts/compose-secrets", *options], capture_output=True, text=True)
-    assert said.returncode == 2
-    assert words in said.stderr
+    result = subprocess.run([REPOSITORY / "scripts/compose-secrets", *options], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert message in result.stderr
     assert not (tmp_path / "secrets").exists()
 
 
-def test_the_image_holds_the_service_and_nothing_of_training_and_runs_as_nobody_special() -> None:
+def test_image_contains_only_the_service_and_runs_as_an_unprivileged_user() -> None:
     dockerfile = (REPOSITORY / "Dockerfile").read_text()
     copied = [name for line in re.findall(r"^COPY (?!--)(.*)$", dockerfile, re.MULTILINE) for name in line.split()[:-1]]
     assert {"pyproject.toml", "src"} <= set(copied)
     assert all((REPOSITORY / name).exists() for name in copied)
     removed = re.search(r"^RUN rm -r (.*?) \\$", dockerfile, re.MULTILINE)
     assert removed
-    rooms = {path.parent.name for path in (REPOSITORY / "src/foreshock").glob("*/__init__.py")}
-    gone = {name.removeprefix("src/foreshock/") for name in removed[1].split()}
-    assert rooms - gone == {"cli", "contract", "dashboards", "server"}
+    packages = {path.parent.name for path in (REPOSITORY / "src/foreshock").glob("*/__init__.py")}
+    removed_packages = {name.removeprefix("src/foreshock/") for name in removed[1].split()}
+    assert packages - removed_packages == {"cli", "contract", "dashboards", "server"}
     assert '".[server]"' in dockerfile
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert not [needed for needed in extras["server"] if re.match(r"torch|triton|foreshock\[", needed)]
+    assert not [requirement for requirement in extras["server"] if re.match(r"torch|triton|foreshock\[", requirement)]
     assert re.findall(r"^USER (\d+):(\d+)$", dockerfile, re.MULTILINE) == [("10001", "10001")]
 
 
 def compose_tool() -> list[str]:
-    """`docker compose`, or a `docker-compose` of its own. Skips where there is neither."""
+    """`docker compose` or `docker-compose`; skips the test if neither is installed."""
     for tool in (["docker", "compose"], ["docker-compose"]):
         if shutil.which(tool[0]) and subprocess.run([*tool, "version"], capture_output=True).returncode == 0:
             return tool
     absent("docker compose")
 
 
-def known_to(tool: list[str], file: Path, folder: Path) -> Path:
-    """The file, without the two keys that docker-compose 1 (Debian 12 has 1.29) does not know yet."""
-    said = subprocess.run([*tool, "version", "--short"], capture_output=True, text=True, check=True).stdout.strip()
-    if not said.startswith("1."):
+def supported_by(tool: list[str], file: Path, folder: Path) -> Path:
+    """The file, without the two keys that docker-compose 1 (Debian 12 has 1.29) does not support."""
+    version = subprocess.run([*tool, "version", "--short"], capture_output=True, text=True, check=True).stdout.strip()
+    if not version.startswith("1."):
         return file
     data = yaml.safe_load(file.read_text())
     data.pop("name", None)
@@ -283,10 +285,10 @@ def known_to(tool: list[str], file: Path, folder: Path) -> Path:
 
 @pytest.mark.servers
 @pytest.mark.promise("S8")
-def test_docker_compose_reads_it(tmp_path: Path) -> None:
+def test_docker_compose_accepts_the_file_and_requires_the_secrets_folder(tmp_path: Path) -> None:
     tool = compose_tool()
     folder = secrets_folder(tmp_path / "secrets", "--postgres", "--victoriametrics")
-    main = known_to(tool, REPOSITORY / "docker-compose.yml", tmp_path)
+    main = supported_by(tool, REPOSITORY / "docker-compose.yml", tmp_path)
     base = [*tool, "--project-directory", str(REPOSITORY), "--file", str(main)]
     command = [*base, "--env-file", str(folder / "compose.env"), "config"]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -294,9 +296,9 @@ def test_docker_compose_reads_it(tmp_path: Path) -> None:
     lines = dict(line.split("=", 1) for line in (folder / "compose.env").read_text().splitlines())
     assert lines["COMPOSE_PROFILES"].split(",") == ["postgres", "victoriametrics"]
     assert f"/etc/prometheus/{lines['FORESHOCK_PROMETHEUS_CONFIG']}" in [target for _, target in mounts(SERVICES)]
-    read = yaml.safe_load(result.stdout)
-    assert set(SERVICES) - set(read["services"]) <= {"postgres", "victoriametrics"}
-    assert all(str(folder) in secret["file"] for secret in read["secrets"].values())
+    parsed = yaml.safe_load(result.stdout)
+    assert set(SERVICES) - set(parsed["services"]) <= {"postgres", "victoriametrics"}
+    assert all(str(folder) in secret["file"] for secret in parsed["secrets"].values())
     without = {name: value for name, value in os.environ.items() if name != "FORESHOCK_SECRETS"}
     result = subprocess.run([*base, "config"], capture_output=True, text=True, env=without)
     assert result.returncode != 0
@@ -304,14 +306,14 @@ def test_docker_compose_reads_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("S8")
-def test_no_container_takes_the_memory_of_the_machine_and_the_service_has_the_same_everywhere() -> None:
+def test_containers_limit_memory_and_the_service_has_one_limit_everywhere() -> None:
     limits = {name: service["mem_limit"] for name, service in SERVICES.items()}
     assert all(re.fullmatch(r"[1-9]\d*[mg]", limit) for limit in limits.values())
     unit = (REPOSITORY / "deploy/systemd/foreshock.service").read_text()
-    [of_unit] = re.findall(r"^MemoryMax=(\d+)G$", unit, re.MULTILINE)
+    [unit_gigabytes] = re.findall(r"^MemoryMax=(\d+)G$", unit, re.MULTILINE)
     for store in ("sqlite", "postgresql"):
         manifests = yaml.safe_load_all((REPOSITORY / f"deploy/kubernetes/{store}.yaml").read_text())
-        [deployment] = [one for one in manifests if one["kind"] == "Deployment"]
+        [deployment] = [manifest for manifest in manifests if manifest["kind"] == "Deployment"]
         [container] = deployment["spec"]["template"]["spec"]["containers"]
-        assert container["resources"]["limits"]["memory"] == f"{of_unit}Gi"
-    assert limits["foreshock"] == f"{of_unit}g"
+        assert container["resources"]["limits"]["memory"] == f"{unit_gigabytes}Gi"
+    assert limits["foreshock"] == f"{unit_gigabytes}g"

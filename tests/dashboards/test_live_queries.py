@@ -1,8 +1,8 @@
 """A real service, Prometheus and Alertmanager under the generated configuration.
 
-A stand-in for a training run sends samples, is warned about, and obeys: every query of every board must find something,
-every rule must load, and the warning must come back to the run as an order. The test under tests/e2e does the same with
-a real training run.
+A simulated run sends samples and a warning, and answers commands. Every query of every board must return data, every
+rule must load, and the warning must return to the run as a switch. The test in tests/e2e does the same with a real
+training run.
 """
 
 import json
@@ -34,17 +34,19 @@ SCOPES: dict[str, Any] = {"agent": ("ingest",), "prometheus": ("read",), "alertm
 
 
 class Training(AnsweringAgent):
-    """Has a warning raised, and says all that can be measured."""
+    """Raises a warning and reports every measured value."""
 
     def first(self) -> list[Event]:
-        warned = self._rank.verdict(1, corrected_from="score growth", corrected_step=1)  # what a board shows of it too
+        warned = self._rank.verdict(
+            1, corrected_from="score growth", corrected_step=1
+        )  # fields that a board also shows
         return [self._rank.started(policy="auto"), warned]
 
     def events(self, step: int, modes: Array) -> list[Event]:
-        """A sample with everything that can be measured, and an agent that has lost something."""
+        """A sample with every measured value, a QK-Clip event, and agent health with a dropped event and a fault."""
         norms = Array.of(np.full(self._rank.count, 1.5, dtype=np.float32))
         names = ["clip_factor", "clipped_steps"]
-        names += ["query_norm", "key_norm", "query_key_norm"] * (step % 4 == 1)  # measured now and then
+        names += ["query_norm", "key_norm", "query_key_norm"] * (step % 4 == 1)  # measured only at some steps
         words = self._rank.words(step)
         words[:, [Slot.ENTROPY_ROWS, Slot.CHECKED_ROWS]] = 10
         words.view(np.float64)[:, [Slot.ENTROPY_SUM, Slot.OUTPUT_ERROR_MAX, Slot.GRADIENT_ERROR_MAX]] = 30.0
@@ -57,20 +59,20 @@ class Training(AnsweringAgent):
 
 @dataclass(frozen=True)
 class Stack:
-    """What runs, and questions to it."""
+    """The running Prometheus, and queries to it."""
 
     prometheus: str
 
     def value(self, expr: str) -> float:
-        """The value of a query with one series; 0 where it finds none."""
+        """The value of a query with one series; 0 if the result is empty."""
         answer = httpx.get(f"{self.prometheus}/api/v1/query", params={"query": expr}).raise_for_status()
         return sum(float(series["value"][1]) for series in answer.json()["data"]["result"])
 
-    def lacks(self, query: Query) -> str:
-        """Why a query has found nothing in the last 20 seconds; empty if it has found something."""
+    def error_of(self, query: Query) -> str:
+        """Why a query returned no data in the last 20 seconds; empty if it returned data."""
         expr = concrete(query.expr, run=RUN, rate_interval="4s")
-        asked = {"query": f"count_over_time(({expr})[20s:1s])"}
-        answer = httpx.post(f"{self.prometheus}/api/v1/query", data=asked, timeout=30).json()
+        parameters = {"query": f"count_over_time(({expr})[20s:1s])"}
+        answer = httpx.post(f"{self.prometheus}/api/v1/query", data=parameters, timeout=30).json()
         return str(answer.get("error", "")) or ("" if answer["data"]["result"] else "empty")
 
 
@@ -90,11 +92,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         hook = f"{service.url}/v1/webhooks/alertmanager"
         waits: dict[str, Any] = {"group_wait": "100ms", "group_interval": "1s"}
         config = alertmanager_config(hook, secrets / "alertmanager", watchdog_interval="1s", **waits)
-        called = alertmanager(start, folder, config)
+        manager = alertmanager(start, folder, config)
         config = prometheus_config(
             service.url.removeprefix("http://"),
             folder / "rules.yml",
-            called.address,
+            manager.address,
             scrape_interval="500ms",
             evaluation_interval="500ms",
             token_file=secrets / "prometheus",
@@ -104,7 +106,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield found
 
 
-def test_a_warning_comes_back_to_the_run_as_an_order_and_the_watchdog_again_and_again(stack: Stack) -> None:
+def test_warning_returns_to_the_run_as_a_switch_and_the_watchdog_repeats(stack: Stack) -> None:
     mode = f'foreshock_head_mode{{run="{RUN}", layer="0", head="2"}}'
     eventually("the switched head", lambda: stack.value(mode) == 1)
     assert stack.value(f"count_over_time(({mode} == 0)[1m:500ms])") > 0, "it was plain before"
@@ -114,23 +116,23 @@ def test_a_warning_comes_back_to_the_run_as_an_order_and_the_watchdog_again_and_
     eventually("the confirmed switch", lambda: stack.value(applied) == 1)
 
 
-def test_every_query_of_every_board_and_rule_finds_something(stack: Stack) -> None:
-    missing = dict.fromkeys(queries(), "not asked")
+def test_every_board_query_and_rule_metric_returns_data(stack: Stack) -> None:
+    missing = dict.fromkeys(queries(), "not queried")
     assert missing
 
     def none_missing() -> bool:
         for query in list(missing):
-            missing[query] = stack.lacks(query)
+            missing[query] = stack.error_of(query)
             if not missing[query]:
                 del missing[query]
         return not missing
 
     with suppress(pytest.fail.Exception):
-        eventually("an answer to every query", none_missing)
+        eventually("data for every query", none_missing)
     assert missing == {}
 
 
-def test_prometheus_loads_every_rule_and_finds_no_fault_in_evaluating_it(stack: Stack) -> None:
+def test_prometheus_loads_and_evaluates_every_rule_without_errors(stack: Stack) -> None:
     def evaluated() -> list[dict[str, Any]]:
         groups = httpx.get(f"{stack.prometheus}/api/v1/rules").json()["data"]["groups"]
         return [rule for group in groups for rule in group["rules"]]

@@ -1,4 +1,4 @@
-"""Rules and configuration of Prometheus, Alertmanager and Grafana: up to date, accepted by them, without a secret."""
+"""The configuration of Prometheus, Alertmanager and Grafana: accepted by them, consistent, without secrets."""
 
 import re
 import subprocess
@@ -46,7 +46,7 @@ def test_prometheus_accepts_its_configuration(tmp_path: Path, remote_write_url: 
 
 
 @pytest.mark.servers
-def test_alertmanager_accepts_its_configuration_and_gives_the_watchdog_its_own_route(tmp_path: Path) -> None:
+def test_alertmanager_accepts_its_configuration_and_routes_alerts(tmp_path: Path) -> None:
     config = tmp_path / "alertmanager.yml"
     config.write_text(alertmanager_config("http://127.0.0.1:8765/v1/webhooks/alertmanager", config))
     assert "4 receivers" in run("amtool", "check-config", str(config))
@@ -57,21 +57,21 @@ def test_alertmanager_accepts_its_configuration_and_gives_the_watchdog_its_own_r
     assert run(*route, "alertname=ForeshockAlertPathBroken", "severity=warning").strip() == "service,people"
 
 
-def test_a_token_stands_in_a_file_and_never_in_a_configuration() -> None:
+def test_tokens_are_read_from_files() -> None:
     scrape = shipped("prometheus.yml")["scrape_configs"][0]
     assert scrape["authorization"] == {"type": "Bearer", "credentials_file": "/run/secrets/foreshock_read_token"}
     receivers = {receiver["name"]: receiver for receiver in shipped("alertmanager.yml")["receivers"]}
-    assert receivers["people"] == {"name": "people"}, "whom to wake is the installation's choice"
+    assert receivers["people"] == {"name": "people"}, "each installation chooses its own receivers"
     for receiver in (receivers["service"], receivers["watchdog"]):
         authorization = receiver["webhook_configs"][0]["http_config"]["authorization"]
         assert authorization == {"type": "Bearer", "credentials_file": "/run/secrets/foreshock_webhook_token"}
 
 
-def test_the_files_name_alerts_and_places_that_there_are() -> None:
+def test_provisioning_files_use_existing_alerts_jobs_folders_and_data_sources() -> None:
     known = {rule["alert"] for rule in rules(Links())}
-    named = set(re.findall(r"Foreshock\w+", (PROVISIONING / "alertmanager.yml").read_text()))
-    assert named - known == set()
-    assert {WATCHDOG.name, SERVICE_DOWN.name} <= named
+    mentioned = set(re.findall(r"Foreshock\w+", (PROVISIONING / "alertmanager.yml").read_text()))
+    assert mentioned - known == set()
+    assert {WATCHDOG.name, SERVICE_DOWN.name} <= mentioned
     for name in ("prometheus.yml", "prometheus-victoriametrics.yml"):
         config = shipped(name)
         [scrape] = config["scrape_configs"]
@@ -85,9 +85,9 @@ def test_the_files_name_alerts_and_places_that_there_are() -> None:
     )
 
 
-def test_the_watchdog_travels_oftener_than_the_rule_on_its_absence_allows() -> None:
-    late = next(rule for rule in rules(Links()) if rule["alert"] == "ForeshockAlertPathBroken")
-    assert late["expr"].endswith("> 300")
+def test_watchdog_repeats_more_often_than_its_absence_alert_requires() -> None:
+    path_broken = next(rule for rule in rules(Links()) if rule["alert"] == "ForeshockAlertPathBroken")
+    assert path_broken["expr"].endswith("> 300")
     for route in shipped("alertmanager.yml")["route"]["routes"][:2]:
         assert WATCHDOG.name in str(route["matchers"])
         assert route["group_interval"] == route["repeat_interval"] == "30s"

@@ -1,4 +1,4 @@
-"""`push` against a stand-in for Grafana that answers as its documents say, over real HTTP on loopback."""
+"""`push` to a fake Grafana that replies as Grafana's documentation says, over real HTTP on loopback."""
 
 import json
 import re
@@ -19,7 +19,7 @@ Reply = tuple[int, Any]
 
 
 class FakeGrafana(ThreadingHTTPServer):
-    """Grafana's routes that `push` uses, with the answers and the refusals of Grafana 13 as it documents them."""
+    """Grafana's routes that `push` uses, with the replies and errors that Grafana 13 documents."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -33,7 +33,7 @@ class FakeGrafana(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def answer(self, method: str, path: str, body: Any, headers: Any) -> Reply:
-        """Status and body (None: no body at all) of a call."""
+        """Status and body (None: empty) of the reply to a request."""
         if path == "/api/health":
             return 200, {"database": "ok", "version": "13.2.0", "commit": "unknown"}
         if headers["Authorization"] != f"Bearer {TOKEN}":
@@ -84,12 +84,12 @@ class FakeGrafana(ThreadingHTTPServer):
         board = body["dashboard"]
         if body["folderUid"] not in self.folders:
             return 400, {"message": "folder not found"}
-        old = self.dashboards.get(board["uid"])
-        if old is not None and old.get("provisioned"):
+        existing = self.dashboards.get(board["uid"])
+        if existing is not None and existing.get("provisioned"):
             return 400, {"message": "Cannot save provisioned dashboard"}
-        if old is not None and not body.get("overwrite") and board.get("version") != old["version"]:
+        if existing is not None and not body.get("overwrite") and board.get("version") != existing["version"]:
             return 412, {"message": "The dashboard has been changed by someone else", "status": "version-mismatch"}
-        version = 1 if old is None else old["version"] + 1
+        version = 1 if existing is None else existing["version"] + 1
         self.dashboards[board["uid"]] = {**board, "version": version, "folderUid": body["folderUid"]}
         return 200, {"uid": board["uid"], "status": "success", "version": version, "url": f"/d/{board['uid']}/x"}
 
@@ -111,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_DELETE = _reply  # noqa: N815 - http.server's names
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -124,18 +124,18 @@ def grafana() -> Iterator[FakeGrafana]:
         thread.join()
 
 
-def pushed(grafana: FakeGrafana, **options: str) -> list[str]:
+def push_all(grafana: FakeGrafana, **options: str) -> list[str]:
     return list(push(grafana.url, TOKEN, Links(), **options))
 
 
-def test_push_makes_folder_data_source_and_boards_and_again_changes_only_the_version(grafana: FakeGrafana) -> None:
-    assert pushed(grafana, prometheus_url=PROMETHEUS)[0] == f"Grafana 13.2.0 at {grafana.url}"
+def test_push_creates_everything_and_a_second_push_changes_only_versions(grafana: FakeGrafana) -> None:
+    assert push_all(grafana, prometheus_url=PROMETHEUS)[0] == f"Grafana 13.2.0 at {grafana.url}"
     assert grafana.folders["foreshock"]["title"] == "foreshock"
     assert grafana.datasources["foreshock-prometheus"]["url"] == PROMETHEUS
     assert set(grafana.dashboards) == {board["uid"] for board in boards(Links()).values()}
     assert {board["folderUid"] for board in grafana.dashboards.values()} == {"foreshock"}
     first = json.loads(json.dumps(grafana.dashboards))
-    pushed(grafana, prometheus_url=PROMETHEUS)
+    push_all(grafana, prometheus_url=PROMETHEUS)
     assert grafana.dashboards == {uid: {**board, "version": 2} for uid, board in first.items()}
     assert len(grafana.folders) == len(grafana.datasources) == 1
     numeric = re.compile(r"/\d+(/|$)|/id/|/name/")
@@ -143,23 +143,23 @@ def test_push_makes_folder_data_source_and_boards_and_again_changes_only_the_ver
     assert all(board["id"] is None for board in grafana.dashboards.values())
 
 
-def test_push_wins_over_what_people_changed_since_and_leaves_what_a_file_provisions(grafana: FakeGrafana) -> None:
-    pushed(grafana)
+def test_push_overwrites_edits_but_not_provisioned_objects(grafana: FakeGrafana) -> None:
+    push_all(grafana)
     grafana.dashboards["foreshock-run"].update(version=41, panels=[])
     grafana.folders["foreshock"] = {"uid": "foreshock", "title": "renamed", "version": 7}
     grafana.datasources["foreshock-prometheus"] = {"name": "foreshock", "url": "http://other:9090", "readOnly": True}
-    said = pushed(grafana, prometheus_url=PROMETHEUS)
+    lines = push_all(grafana, prometheus_url=PROMETHEUS)
     assert grafana.dashboards["foreshock-run"]["version"] == 42
     assert grafana.dashboards["foreshock-run"]["panels"]
     assert grafana.folders["foreshock"] == {"uid": "foreshock", "title": "foreshock", "version": 8}
-    assert "data source foreshock-prometheus is provisioned by file, so it was not changed" in said
+    assert "data source foreshock-prometheus is provisioned by file, so it was not changed" in lines
     assert grafana.datasources["foreshock-prometheus"]["url"] == "http://other:9090"
     grafana.dashboards["foreshock-overview"] = {"provisioned": True, "version": 1}
     with pytest.raises(GrafanaError, match="Cannot save provisioned dashboard"):
-        pushed(grafana)
+        push_all(grafana)
 
 
-def test_a_grafana_behind_a_path_is_reached_and_a_wrong_token_is_a_sentence(grafana: FakeGrafana) -> None:
+def test_push_uses_the_path_prefix_and_reports_a_wrong_token(grafana: FakeGrafana) -> None:
     with pytest.raises(GrafanaError):
         list(push(f"{grafana.url}/some/prefix/", TOKEN, Links()))
     assert grafana.calls == [("GET", "/some/prefix/api/health")]
@@ -178,18 +178,18 @@ def test_a_grafana_behind_a_path_is_reached_and_a_wrong_token_is_a_sentence(graf
         ((503, {"error": "starting"}), "refused: Server Error 503"),
     ],
 )
-def test_an_answer_that_is_not_grafanas_is_a_sentence(
+def test_unexpected_reply_or_unreachable_server_is_reported(
     grafana: FakeGrafana, monkeypatch: pytest.MonkeyPatch, answer: Reply, sentence: str
 ) -> None:
     monkeypatch.setattr(grafana, "answer", lambda *_: answer)
     with pytest.raises(GrafanaError, match=sentence):
-        pushed(grafana)
+        push_all(grafana)
     with pytest.raises(GrafanaError, match="cannot be reached"):
         list(push("http://127.0.0.1:1", TOKEN, Links()))
 
 
 @pytest.mark.parametrize("url", ["", "grafana:3000", "ftp://grafana", "http://", "http://admin:admin@grafana"])
-def test_an_address_that_cannot_be_one_is_refused(url: str) -> None:
+def test_invalid_address_or_empty_token_is_rejected(url: str) -> None:
     with pytest.raises(ValueError, match="is not the address of a Grafana"):
         list(push(url, TOKEN, Links()))
     with pytest.raises(ValueError, match="no token was given"):
@@ -208,11 +208,11 @@ def test_an_address_that_cannot_be_one_is_refused(url: str) -> None:
         ("SSL_CERT_FILE", "/nope/ca.pem"),
     ],
 )
-def test_a_grafana_on_this_machine_is_reached_whatever_the_environment_holds(
+def test_local_grafana_is_reached_despite_proxy_and_certificate_variables(
     name: str, value: str, grafana: FakeGrafana, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert pushed(grafana)
+    assert push_all(grafana)
     if name != "NO_PROXY":
         with pytest.raises(GrafanaError, match=name):
             list(push(f"http{'s' * (not name.endswith('PROXY'))}://grafana.example", TOKEN, Links()))

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests fit their schemas, and what they say of the service is true of it."""
+"""The Kubernetes manifests match their schemas and the service's settings."""
 
 import socket
 from pathlib import Path
@@ -15,25 +15,25 @@ from foreshock.server.testing import LiveService
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
-KINDS_OF_OTHERS = {"ServiceMonitor"}  # Prometheus Operator's, no schema of Kubernetes
+CUSTOM_KINDS = {"ServiceMonitor"}  # defined by the Prometheus Operator, not in Kubernetes' schema
 
 
 def documents(*names: str) -> list[dict[str, Any]]:
-    return [one for name in names for one in yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text())]
+    return [document for name in names for document in yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text())]
 
 
-def one(kind: str, *names: str, name: str | None = None) -> dict[str, Any]:
+def document(kind: str, *names: str, name: str | None = None) -> dict[str, Any]:
     [found] = [d for d in documents(*names) if d["kind"] == kind and name in (None, d["metadata"]["name"])]
     return found
 
 
-ALL = ("common", "secrets.example", "postgresql", "sqlite")
+ALL_FILES = ("common", "secrets.example", "postgresql", "sqlite")
 STORES = ("postgresql", "sqlite")
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.33"])
-def test_every_manifest_fits_the_strict_schema_of_kubernetes(version: str) -> None:
-    checked = [d for d in documents(*ALL) if d["kind"] not in KINDS_OF_OTHERS]
+def test_manifests_match_the_strict_kubernetes_schema(version: str) -> None:
+    checked = [d for d in documents(*ALL_FILES) if d["kind"] not in CUSTOM_KINDS]
     assert len(checked) >= 10
     for document in checked:
         kubernetes_validate.validate(document, version, strict=True)
@@ -41,8 +41,8 @@ def test_every_manifest_fits_the_strict_schema_of_kubernetes(version: str) -> No
 
 @pytest.mark.promise("S8")
 @pytest.mark.parametrize("store", STORES)
-def test_only_named_namespaces_reach_the_pods_and_no_port_but_the_services(store: str) -> None:
-    policy, pod = one("NetworkPolicy", "common")["spec"], one("Deployment", store)["spec"]["template"]
+def test_network_policy_allows_only_named_namespaces_and_the_service_port(store: str) -> None:
+    policy, pod = document("NetworkPolicy", "common")["spec"], document("Deployment", store)["spec"]["template"]
     assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     assert policy["policyTypes"] == ["Ingress"]
     [rule] = policy["ingress"]
@@ -55,14 +55,14 @@ def test_only_named_namespaces_reach_the_pods_and_no_port_but_the_services(store
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_what_refers_to_something_refers_to_what_is_there(store: str) -> None:
-    deployment, service = one("Deployment", store), one("Service", "common")
+def test_references_between_manifests_resolve(store: str) -> None:
+    deployment, service = document("Deployment", store), document("Service", "common")
     pod = deployment["spec"]["template"]
     [container] = pod["spec"]["containers"]
     labels = pod["metadata"]["labels"]
     for selector in (service["spec"]["selector"], deployment["spec"]["selector"]["matchLabels"]):
         assert selector.items() <= labels.items()
-    monitor = one("ServiceMonitor", "common")
+    monitor = document("ServiceMonitor", "common")
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     [port] = service["spec"]["ports"]
     [endpoint] = monitor["spec"]["endpoints"]
@@ -71,26 +71,28 @@ def test_what_refers_to_something_refers_to_what_is_there(store: str) -> None:
     [target] = [rule["replacement"] for rule in endpoint["relabelings"] if rule.get("targetLabel") == "__address__"]
     assert target == f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc:{port['port']}"
     [dropped] = [rule["regex"] for rule in endpoint["relabelings"] if rule.get("action") == "labeldrop"]
-    assert {"pod", "container"} <= set(dropped.split("|")), "the pods are one target: each run is there once"
+    assert {"pod", "container"} <= set(dropped.split("|")), (
+        "the pods must be one target, so that each run is scraped once"
+    )
     credentials = endpoint["authorization"]["credentials"]
-    assert credentials["key"] in one("Secret", "secrets.example", name=credentials["name"])["stringData"]
-    assert container["envFrom"][0]["configMapRef"]["name"] == one("ConfigMap", "common")["metadata"]["name"]
+    assert credentials["key"] in document("Secret", "secrets.example", name=credentials["name"])["stringData"]
+    assert container["envFrom"][0]["configMapRef"]["name"] == document("ConfigMap", "common")["metadata"]["name"]
     mounts, volumes = container["volumeMounts"], pod["spec"]["volumes"]
     assert {mount["name"] for mount in mounts} == {volume["name"] for volume in volumes}
     claims = [v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v]
     assert claims == [d["metadata"]["name"] for d in documents(store) if d["kind"] == "PersistentVolumeClaim"]
-    assert {d["metadata"].get("namespace", "foreshock") for d in documents(*ALL)} == {"foreshock"}
+    assert {d["metadata"].get("namespace", "foreshock") for d in documents(*ALL_FILES)} == {"foreshock"}
 
 
-def test_replicas_stay_while_nodes_are_drained_and_sqlite_has_one_process() -> None:
-    many, single = one("Deployment", "postgresql")["spec"], one("Deployment", "sqlite")["spec"]
-    assert many["replicas"] > one("PodDisruptionBudget", "postgresql")["spec"]["minAvailable"]
+def test_disruption_budget_allows_draining_and_sqlite_has_one_replica() -> None:
+    replicated, single = document("Deployment", "postgresql")["spec"], document("Deployment", "sqlite")["spec"]
+    assert replicated["replicas"] > document("PodDisruptionBudget", "postgresql")["spec"]["minAvailable"]
     assert (single["replicas"], single["strategy"]["type"]) == (1, "Recreate")
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_the_pod_is_what_the_restricted_standard_asks_for(store: str) -> None:
-    pod = one("Deployment", store)["spec"]["template"]["spec"]
+def test_pod_meets_the_restricted_pod_security_standard(store: str) -> None:
+    pod = document("Deployment", store)["spec"]["template"]["spec"]
     [container] = pod["containers"]
     security = container["securityContext"]
     assert pod["securityContext"]["runAsNonRoot"]
@@ -104,45 +106,47 @@ def test_the_pod_is_what_the_restricted_standard_asks_for(store: str) -> None:
 
 def environment(folder: Path) -> dict[str, str]:
     """The variables of the pod, its secrets in `folder`."""
-    data: dict[str, str] = one("ConfigMap", "common")["data"]
-    for key, value in one("Secret", "secrets.example", name="foreshock")["stringData"].items():
+    data: dict[str, str] = document("ConfigMap", "common")["data"]
+    for key, value in document("Secret", "secrets.example", name="foreshock")["stringData"].items():
         (folder / key).write_text(value)
     return {name: value.replace("/run/secrets/foreshock", str(folder)) for name, value in data.items()}
 
 
-def test_the_service_takes_the_settings_and_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_accepts_the_settings_and_secrets_of_the_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_alone(monkeypatch, environment(tmp_path))
     settings = settings_of()
     assert settings.database_url.startswith("postgresql://")
-    assert all(set(token.sha256) in ({"0"}, {"1"}) for token in settings.tokens), "an example, nobody's secret"
+    assert all(set(token.sha256) in ({"0"}, {"1"}) for token in settings.tokens), (
+        "the example must not contain a real secret"
+    )
     assert {token.name: token.scopes for token in settings.tokens} == {"prometheus": ("read",), "team-a": ("ingest",)}
-    assert settings.public_url == f"https://{one('Ingress', 'common')['spec']['rules'][0]['host']}"
-    container = one("Deployment", "sqlite")["spec"]["template"]["spec"]["containers"][0]
+    assert settings.public_url == f"https://{document('Ingress', 'common')['spec']['rules'][0]['host']}"
+    container = document("Deployment", "sqlite")["spec"]["template"]["spec"]["containers"][0]
     assert [port["containerPort"] for port in container["ports"]] == [settings.port]
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_the_links_that_kubernetes_sets_are_off_since_one_of_them_is_named_as_a_setting(
+def test_service_links_are_disabled_because_foreshock_port_would_conflict(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert one("Deployment", store)["spec"]["template"]["spec"]["enableServiceLinks"] is False
-    port = one("Service", "common")["spec"]["ports"][0]["port"]
+    assert document("Deployment", store)["spec"]["template"]["spec"]["enableServiceLinks"] is False
+    port = document("Service", "common")["spec"]["ports"][0]["port"]
     set_alone(monkeypatch, {**environment(tmp_path), "FORESHOCK_PORT": f"tcp://10.0.0.7:{port}"})
     with pytest.raises(UnusableSettingsError):
         settings_of()
 
 
-def test_the_ingress_lets_the_largest_body_through_that_the_service_takes() -> None:
-    text = one("Ingress", "common")["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"]
+def test_ingress_allows_the_largest_body_of_the_service() -> None:
+    text = document("Ingress", "common")["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"]
     assert text.endswith("m")
     assert int(text[:-1]) * 2**20 >= Settings().max_body_bytes
 
 
-def test_the_probes_are_answered_without_a_token_by_the_pods_address(tmp_path: Path) -> None:
+def test_probes_succeed_without_a_token_by_pod_address(tmp_path: Path) -> None:
     variables = environment(tmp_path)
     variables |= {"FORESHOCK_DATABASE_URL_FILE": "", "FORESHOCK_DATABASE_URL": f"sqlite:///{tmp_path}/x.db"}
     variables = {name: value for name, value in variables.items() if value} | {"FORESHOCK_PORT": "0"}
-    [container], [other] = (one("Deployment", store)["spec"]["template"]["spec"]["containers"] for store in STORES)
+    [container], [other] = (document("Deployment", store)["spec"]["template"]["spec"]["containers"] for store in STORES)
     probes = ("startupProbe", "livenessProbe", "readinessProbe")
     assert [container[probe] for probe in probes] == [other[probe] for probe in probes]
     with LiveService(tmp_path, variables) as service:
@@ -151,14 +155,14 @@ def test_the_probes_are_answered_without_a_token_by_the_pods_address(tmp_path: P
             for probe in probes:
                 answer = client.get(container[probe]["httpGet"]["path"], timeout=30)
                 assert answer.status_code == 200, (probe, answer.text)
-            endpoint = one("ServiceMonitor", "common")["spec"]["endpoints"][0]
+            endpoint = document("ServiceMonitor", "common")["spec"]["endpoints"][0]
             assert client.get(endpoint["path"]).status_code == 401
 
 
-def test_kustomize_makes_a_config_map_of_every_board_that_the_sidecar_of_grafana_finds() -> None:
+def test_kustomize_config_map_contains_every_board_with_the_sidecar_label() -> None:
     folder = ROOT / "src/foreshock/dashboards"
     [generator] = yaml.safe_load((folder / "kustomization.yaml").read_text())["configMapGenerator"]
     boards = {f"generated/boards/{path.name}" for path in (folder / "generated/boards").iterdir()}
     assert set(generator["files"]) == boards
     assert generator["options"]["labels"] == {"grafana_dashboard": "1"}
-    assert sum((folder / name).stat().st_size for name in boards) < 2**20, "what Kubernetes stores of one ConfigMap"
+    assert sum((folder / name).stat().st_size for name in boards) < 2**20, "the size limit of a ConfigMap"

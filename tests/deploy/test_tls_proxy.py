@@ -1,4 +1,4 @@
-"""TLS by a real nginx before a real service, with deploy/nginx: agent, page login, stream, a batch of full size."""
+"""A real nginx with deploy/nginx terminates TLS for a real service: agent, login, stream and a batch of full size."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ JSON = {"content-type": "application/json"}
 
 @dataclass
 class Site:
-    """A service behind nginx: the address that people use, and the certificate to believe."""
+    """A service behind nginx: its public address, and the certificate to trust."""
 
     service: LiveService
     url: str
@@ -47,23 +47,23 @@ def nginx() -> str:
 
 
 @contextmanager
-def proxied(folder: Path, service: LiveService) -> Iterator[Site]:
-    """nginx with deploy/nginx/foreshock.conf: only name, ports and files are others than there."""
+def behind_nginx(folder: Path, service: LiveService) -> Iterator[Site]:
+    """nginx with deploy/nginx/foreshock.conf; only the host name, ports and file paths are replaced."""
     program, port = nginx(), free_port()
     certificate, key = folder / "foreshock.pem", folder / "foreshock.key"
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
     subprocess.run([*make, "-keyout", key, "-out", certificate], check=True, capture_output=True)
     site = CONFIG.read_text()
-    for here, there in (
+    for shipped, replacement in (
         ("listen 443 ssl", f"listen 127.0.0.1:{port} ssl"),
         ("foreshock.example.org", "localhost"),
         ("/etc/nginx/foreshock.pem", str(certificate)),
         ("/etc/nginx/foreshock.key", str(key)),
         ("http://127.0.0.1:8765", service.url),
     ):
-        assert here in site
-        site = site.replace(here, there)
+        assert shipped in site
+        site = site.replace(shipped, replacement)
     temporary = ("proxy", "client_body", "fastcgi", "uwsgi", "scgi")
     places = "".join(f"{name}_temp_path {folder}/nginx-{name};\n" for name in temporary)
     config = folder / "nginx.conf"
@@ -72,13 +72,13 @@ def proxied(folder: Path, service: LiveService) -> Iterator[Site]:
         + ("user root;\n" if os.geteuid() == 0 else "")
         + f"events {{}}\nhttp {{\naccess_log off;\n{places}{site}}}\n"
     )
-    with (folder / "nginx.out").open("w") as said:
-        process = subprocess.Popen([program, "-c", str(config)], stdout=said, stderr=said)
+    with (folder / "nginx.out").open("w") as log:
+        process = subprocess.Popen([program, "-c", str(config)], stdout=log, stderr=log)
     try:
-        made = Site(service, f"https://localhost:{port}", certificate)
+        running_site = Site(service, f"https://localhost:{port}", certificate)
         deadline = time.monotonic() + 60
         while True:
-            with made.client() as client:
+            with running_site.client() as client:
                 try:
                     if client.get("/healthz").status_code == 200:
                         break
@@ -87,7 +87,7 @@ def proxied(folder: Path, service: LiveService) -> Iterator[Site]:
             assert process.poll() is None, (folder / "nginx.out").read_text()
             assert time.monotonic() < deadline, (folder / "nginx.log").read_text()
             time.sleep(0.1)
-        yield made
+        yield running_site
     finally:
         process.terminate()
         process.wait(30)
@@ -101,30 +101,30 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         "FORESHOCK_TRUSTED_PROXIES": '["127.0.0.1"]',
         "FORESHOCK_ALLOWED_HOSTS": '["localhost"]',
     }
-    with LiveService(folder, settings) as service, proxied(folder, service) as made:
-        yield made
+    with LiveService(folder, settings) as service, behind_nginx(folder, service) as running_site:
+        yield running_site
 
 
 @pytest.mark.servers
-def test_an_agent_sends_through_it_and_believes_the_certificate_that_it_is_told_to(
+def test_agent_sends_through_the_proxy_only_with_a_trusted_certificate(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stranger = started_sender(site.url, token=SECRET, request_seconds=30.0)
-    send(stranger, 1, 2)
-    eventually("it does not believe a certificate that nobody named", lambda: stranger._failures > 0, seconds=60)
-    stranger.close(0.1)
+    distrusting = started_sender(site.url, token=SECRET, request_seconds=30.0)
+    send(distrusting, 1, 2)
+    eventually("the agent rejects an untrusted certificate", lambda: distrusting._failures > 0, seconds=60)
+    distrusting.close(0.1)
     monkeypatch.setenv("SSL_CERT_FILE", str(site.certificate))
     agent = started_sender(site.url, token=SECRET, request_seconds=30.0)
     send(agent, *range(1, 8))
     with site.client(SECRET) as client:
-        eventually("the run is there", lambda: client.get("/v1/runs/a-run").is_success, seconds=60)
-        eventually("its last step too", lambda: client.get("/v1/runs/a-run").json()["last_step"] == 7, seconds=60)
+        eventually("the run appears", lambda: client.get("/v1/runs/a-run").is_success, seconds=60)
+        eventually("the last step arrives", lambda: client.get("/v1/runs/a-run").json()["last_step"] == 7, seconds=60)
     agent.close(30.0)
     assert (agent._failures, dict(agent.dropped)) == (0, {})
 
 
 @pytest.mark.servers
-def test_a_login_over_it_gets_a_secure_cookie_and_the_page_its_files(site: Site) -> None:
+def test_login_through_the_proxy_sets_a_secure_cookie(site: Site) -> None:
     with site.client() as client:
         page = client.get("/")
         assert page.headers["strict-transport-security"].startswith("max-age=")
@@ -139,41 +139,41 @@ def test_a_login_over_it_gets_a_secure_cookie_and_the_page_its_files(site: Site)
 
 
 @pytest.mark.servers
-def test_the_address_that_a_client_writes_itself_is_not_believed(site: Site) -> None:
+def test_forged_forwarded_address_does_not_bypass_the_login_limit(site: Site) -> None:
     codes = []
     with site.client() as client:
-        for number in range(14):  # ten guesses at once from one address: the proxy's word, not the client's, counts
+        for number in range(14):  # one address may guess ten times; the proxy's address counts, not the client's header
             headers = {"x-forwarded-for": f"203.0.113.{number}"}
             codes.append(client.post("/v1/login", json={"token": "wrong"}, headers=headers).status_code)
     assert 429 in codes
 
 
 @pytest.mark.servers
-def test_events_come_through_it_as_they_happen(site: Site) -> None:
+def test_proxy_streams_events_without_buffering(site: Site) -> None:
     rank = FakeRank(run="streamed")
-    heard: list[str] = []
-    joined = threading.Event()
+    received: list[str] = []
+    connected = threading.Event()
 
     def listen() -> None:
         with site.client(SECRET) as client, client.stream("GET", "/v1/stream", params={"run": "streamed"}) as answer:
             for line in answer.iter_lines():
-                joined.set()
-                heard.append(line)
+                connected.set()
+                received.append(line)
                 if line.startswith("event: started"):
                     return
 
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
-    assert joined.wait(60)
+    assert connected.wait(60)
     with site.client(SECRET) as client:
         body = rank.batch(rank.started()).model_dump_json()
         assert client.post("/v1/batches", content=body, headers=JSON).status_code == 200
     listener.join(60)
-    assert not listener.is_alive(), heard
+    assert not listener.is_alive(), received
 
 
 @pytest.mark.servers
-def test_a_batch_of_400_layers_of_128_heads_passes_and_one_beyond_the_limit_is_413(site: Site) -> None:
+def test_proxy_passes_a_batch_of_51200_heads_and_rejects_larger_bodies(site: Site) -> None:
     rank = FakeRank(run="large", layers=400, heads=range(128))
     norms = Array.of(np.random.default_rng(7).random((rank.count,), dtype=np.float32))
     update = {"query_norm": norms, "key_norm": norms, "query_key_norm": norms}

@@ -1,4 +1,4 @@
-"""The systemd unit and the Slurm prolog: read by systemd and by a shell, and by the service and the agent."""
+"""The systemd unit and the Slurm prolog, checked by systemd, a shell, the service and the agent."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.servers
-def test_systemd_reads_the_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit_and_detects_a_misspelt_option(tmp_path: Path) -> None:
     unit = tmp_path / UNIT.name
     unit.write_text(UNIT.read_text().replace("/opt/foreshock/bin/foreshock", sys.executable))
     done = analyze("verify", "--man=no", str(unit))
@@ -39,12 +39,12 @@ def test_systemd_reads_the_unit(tmp_path: Path) -> None:
 
 
 @pytest.mark.servers
-def test_systemd_finds_little_that_the_service_could_reach() -> None:
+def test_systemd_rates_the_exposure_of_the_unit_as_low() -> None:
     done = analyze("security", "--offline=true", "--threshold=20", str(UNIT))
     assert done.returncode == 0, done.stdout[-2000:]
 
 
-def test_the_service_takes_the_units_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_accepts_the_environment_of_the_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tmp_path / "tokens.json"
     tokens.write_text('[{"name": "a", "sha256": "%s", "scopes": ["ingest"]}]' % ("0" * 64))
     lines = (DEPLOY / "systemd" / "foreshock.env").read_text().splitlines()
@@ -59,15 +59,15 @@ def test_the_service_takes_the_units_environment(tmp_path: Path, monkeypatch: py
 
 @pytest.fixture
 def var_tmp(tmp_path: Path) -> Path:
-    """In the place of /var/tmp, where everybody writes."""
-    made = tmp_path / "var_tmp"
-    made.mkdir()
-    made.chmod(0o1777)
-    return made
+    """Replaces /var/tmp, which every user can write to."""
+    folder = tmp_path / "var_tmp"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
 
 
-def answered(var_tmp: Path, **environment: str) -> list[str]:
-    """The prolog's lines for these variables of the job."""
+def prolog_output(var_tmp: Path, **environment: str) -> list[str]:
+    """The lines that the prolog prints for these variables of the job."""
     script = (DEPLOY / "slurm" / "task_prolog.sh").read_text().replace("spool=/var/tmp/", f"spool={var_tmp}/")
     environment = {"PATH": os.environ["PATH"], **environment}
     return subprocess.run(
@@ -76,44 +76,46 @@ def answered(var_tmp: Path, **environment: str) -> list[str]:
 
 
 def prolog(var_tmp: Path, **environment: str) -> dict[str, str]:
-    """What the task gets from Slurm for these variables of the job."""
-    given = answered(var_tmp, **environment)
-    lines = [re.fullmatch(r"export (\w+)=(.*)", line) for line in given]
-    assert all(lines), given
+    """The variables that Slurm sets in a task, from these variables of the job."""
+    variables = prolog_output(var_tmp, **environment)
+    lines = [re.fullmatch(r"export (\w+)=(.*)", line) for line in variables]
+    assert all(lines), variables
     return {line[1]: line[2] for line in lines if line}
 
 
 @pytest.mark.parametrize("rank", [0, 5, 31])
-def test_every_task_of_a_job_is_a_rank_of_one_run(monkeypatch: pytest.MonkeyPatch, rank: int, var_tmp: Path) -> None:
+def test_each_slurm_task_is_a_rank_of_the_same_run(monkeypatch: pytest.MonkeyPatch, rank: int, var_tmp: Path) -> None:
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_ACCOUNT": "team-a", "SLURM_NTASKS": "32"}
-    given = prolog(var_tmp, **job, SLURM_PROCID=str(rank))
-    set_alone(monkeypatch, given, "SLURM_", "RANK")
+    variables = prolog(var_tmp, **job, SLURM_PROCID=str(rank))
+    set_alone(monkeypatch, variables, "SLURM_", "RANK")
     config = AgentConfig()
     assert (config.run, config.rank, config.world_size) == ("team-a/4711", rank, 32)
     assert config.url == "https://foreshock.example.org"
     assert config.spool_directory == var_tmp / f"foreshock-{os.getuid()}"
 
 
-def test_what_a_job_names_itself_stays_and_torchrun_gives_the_ranks(var_tmp: Path) -> None:
-    own = {"FORESHOCK_URL": "https://other", "FORESHOCK_RUN": "mine", "FORESHOCK_SPOOL_DIRECTORY": "/scratch/x"}
-    assert prolog(var_tmp, **own, SLURM_JOB_ID="1", RANK="3", SLURM_PROCID="0") == {}
+def test_prolog_does_not_override_variables_of_the_job_or_torchrun(var_tmp: Path) -> None:
+    set_by_job = {"FORESHOCK_URL": "https://other", "FORESHOCK_RUN": "mine", "FORESHOCK_SPOOL_DIRECTORY": "/scratch/x"}
+    assert prolog(var_tmp, **set_by_job, SLURM_JOB_ID="1", RANK="3", SLURM_PROCID="0") == {}
     assert list(var_tmp.iterdir()) == []
 
 
 @pytest.mark.full
 @pytest.mark.promise("A18")
-def test_each_worker_of_the_real_torchrun_under_slurm_is_a_rank_of_its_own(
+def test_torchrun_workers_under_slurm_have_their_own_ranks(
     tmp_path: Path, var_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes import PyTorch, which takes seconds; what torchrun sets is not guessed."""
+    """Runs the real torchrun, because its variables must not be guessed. Importing PyTorch twice takes seconds."""
     job = {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
-    set_alone(monkeypatch, {**job, **prolog(var_tmp, **job)}, "SLURM_")  # of `srun torchrun`, before torchrun starts
+    set_alone(
+        monkeypatch, {**job, **prolog(var_tmp, **job)}, "SLURM_"
+    )  # the environment of `srun torchrun` before torchrun starts
     assert os.environ["FORESHOCK_RANK"] == "0"
     assert trained(LAUNCHED, 2, tmp_path) == [("cluster/4711", rank, 2) for rank in range(2)]
 
 
 @pytest.mark.promise("A17")
-def test_the_spool_is_a_folder_that_the_agent_takes_and_that_every_task_of_the_node_shares(var_tmp: Path) -> None:
+def test_spool_folder_is_shared_by_the_node_and_accepted_by_the_agent(var_tmp: Path) -> None:
     first, second = (prolog(var_tmp, SLURM_JOB_ID="1", SLURM_PROCID=rank) for rank in "01")
     assert first["FORESHOCK_SPOOL_DIRECTORY"] == second["FORESHOCK_SPOOL_DIRECTORY"]
     PrivateFolder(Path(first["FORESHOCK_SPOOL_DIRECTORY"]))
@@ -121,7 +123,7 @@ def test_the_spool_is_a_folder_that_the_agent_takes_and_that_every_task_of_the_n
 
 @pytest.mark.promise("A17")
 @pytest.mark.parametrize("kind", ["another user's", "a link", "a file"])
-def test_a_spool_that_somebody_else_made_first_is_not_taken(var_tmp: Path, kind: str) -> None:
+def test_spool_path_created_by_someone_else_is_not_used(var_tmp: Path, kind: str) -> None:
     place = var_tmp / f"foreshock-{os.getuid()}"
     if kind == "a link":
         place.symlink_to(var_tmp)
@@ -132,17 +134,17 @@ def test_a_spool_that_somebody_else_made_first_is_not_taken(var_tmp: Path, kind:
         os.chown(place, 65534, 65534)
     else:
         pytest.skip("only root can make a folder of another user")
-    lines = answered(var_tmp, SLURM_JOB_ID="1")
+    lines = prolog_output(var_tmp, SLURM_JOB_ID="1")
     assert not [line for line in lines if "SPOOL_DIRECTORY" in line]
     assert f"print foreshock: {place} is no folder of this user; unsent batches wait in the home" in lines
 
 
 @pytest.mark.parametrize("script", ["slurm/task_prolog.sh", "slurm/train.sbatch"])
-def test_a_script_is_sound_shell_and_sets_only_what_an_agent_reads_and_no_secret(script: str) -> None:
+def test_slurm_script_has_valid_syntax_and_sets_only_agent_settings_without_the_token(script: str) -> None:
     path = DEPLOY / script
     interpreter = shlex.split(path.read_text().splitlines()[0].removeprefix("#!"))[0]
     subprocess.run([interpreter, "-n", path], check=True)
     assert os.access(path, os.X_OK)
-    named = set(re.findall(r"FORESHOCK_(\w+)", (DEPLOY / script).read_text()))
-    assert named
-    assert named <= {name.upper() for name in AgentConfig.model_fields} - {"TOKEN"}
+    mentioned = set(re.findall(r"FORESHOCK_(\w+)", (DEPLOY / script).read_text()))
+    assert mentioned
+    assert mentioned <= {name.upper() for name in AgentConfig.model_fields} - {"TOKEN"}

@@ -1,4 +1,4 @@
-"""Fixtures of the tests with real servers."""
+"""Fixtures for tests with real servers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +9,6 @@ from tests.e2e.running import Start, starter
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a program that listens on `port` and wait until `ready` answers 200; ends with the test."""
+    """Start a program that listens on `port` and wait until `ready` returns 200; stopped after the test."""
     with starter(tmp_path) as run:
         yield run

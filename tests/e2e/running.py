@@ -1,4 +1,4 @@
-"""Real servers for a test: started on free ports, waited for, ended with the test."""
+"""Starts real servers on free ports, waits until they are ready, and stops them after the test."""
 
 import os
 import shutil
@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 
 def absent(what: str) -> NoReturn:
-    """Skip a test that needs a program which is not here; where everything is tested, fail."""
-    message = f"{what} is missing; `make servers` installs what Debian has"
+    """Skip a test whose program is not installed; in CI, fail it."""
+    message = f"{what} is not installed; `make servers` installs the Debian packages"
     if os.environ.get("CI") == "true":
         pytest.fail(message)
     pytest.skip(message)
@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 def eventually(what: str, look: Callable[[], T | None], seconds: float = 600.0, every: float = 0.1) -> T:
-    """The first truthy answer of `look`; fails with `what` after `seconds`."""
+    """The first truthy result of `look`; fails with `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         found = look()
@@ -47,7 +47,7 @@ def eventually(what: str, look: Callable[[], T | None], seconds: float = 600.0, 
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: its base address and where it logs."""
+    """A running server: its base URL and its log file."""
 
     url: str
     log: Path
@@ -62,7 +62,7 @@ Start = Callable[..., Server]
 
 @contextmanager
 def starter(tmp_path: Path) -> Iterator[Start]:
-    """Start a program that listens on `port` and wait until `ready` answers 200; ends with the test."""
+    """Start a program that listens on `port` and wait until `ready` returns 200; stopped after the test."""
     running: list[subprocess.Popen[bytes]] = []
 
     def run(command: list[str], port: int, ready: str) -> Server:
@@ -75,7 +75,7 @@ def starter(tmp_path: Path) -> Iterator[Start]:
         running.append(process)
         server = Server(f"http://127.0.0.1:{port}", log)
 
-        def answers() -> bool:
+        def is_ready() -> bool:
             if process.poll() is not None:
                 pytest.fail(f"{program} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
             try:
@@ -83,7 +83,7 @@ def starter(tmp_path: Path) -> Iterator[Start]:
             except httpx.HTTPError:
                 return False
 
-        eventually(f"{program} is ready", answers)
+        eventually(f"{program} is ready", is_ready)
         return server
 
     yield run
@@ -98,7 +98,7 @@ def starter(tmp_path: Path) -> Iterator[Start]:
 
 
 def prometheus(start: Start, folder: Path, config: str) -> Server:
-    """A Prometheus with this configuration; what it could not send to Alertmanager it sends again soon."""
+    """A Prometheus with this configuration, which resends alerts after one second."""
     port = free_port()
     (folder / "prometheus.yml").write_text(config)
     options = [f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'prometheus'}"]

@@ -1,9 +1,9 @@
-"""The whole path on real input: a run drifts, Prometheus sees it, Alertmanager calls, a person approves, it switches.
+"""The whole path with real training: a run drifts, Prometheus fires, Alertmanager calls, a user approves, heads switch.
 
-Two real trainings run side by side: one under the paper's rounding, one control whose attention is float32. Under a
-kernel's own rounding a run of this recipe is warned about later, and on some seeds and processors not at all.
-Nothing is injected. Rules and thresholds are the shipped ones, but that a drift is told however far off harm is, as in
-the demo; and the intervals at which Prometheus scrapes and Alertmanager waits are shortened.
+Two real trainings run in parallel: one with the paper's rounding, and a control with float32 attention. With a kernel's
+own rounding, a run of this recipe is warned about later, and with some seeds and processors not at all. Nothing is
+injected. Rules and thresholds are the shipped ones, except that a drift is reported even if the forecast harm is far
+away, as in the demo, and that the intervals of Prometheus and Alertmanager are shorter.
 """
 
 import subprocess
@@ -21,8 +21,8 @@ from tests.e2e.running import Start, alertmanager, eventually, free_port, promet
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "src/foreshock/dashboards" / "generated" / "prometheus-rules.yml"
 SEED = 110
-MOST_SECONDS = 3000.0
-"""Until a training is where it is waited for; the warning comes after some 2000 steps, more slowly under load."""
+TIMEOUT_SECONDS = 3000.0
+"""Timeout for a training to reach an event; the warning comes after about 2000 steps."""
 
 TRAIN = """
 import sys, torch
@@ -51,7 +51,7 @@ class Stack:
         return httpx.get(self.service + path, params=query, timeout=60).raise_for_status().json()
 
     def alerts(self) -> list[dict[str, Any]]:
-        """What Prometheus fires now, the watchdog aside."""
+        """The labels of firing alerts in Prometheus, without the watchdog."""
         data = httpx.get(self.prometheus + "/api/v1/alerts", timeout=60).raise_for_status().json()["data"]
         return [
             alert["labels"]
@@ -68,15 +68,15 @@ def stack(start: Start, tmp_path: Path) -> Stack:
     service = start(serve, port, "/readyz")
     hook = service.url + "/v1/webhooks/alertmanager"
     waits: dict[str, Any] = {"group_wait": "1s", "group_interval": "2s", "watchdog_interval": "2s"}
-    called = alertmanager(start, tmp_path, alertmanager_config(hook, None, **waits))
-    often: dict[str, Any] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    scraper = prometheus(start, tmp_path, prometheus_config(service.address, RULES, called.address, **often))
+    manager = alertmanager(start, tmp_path, alertmanager_config(hook, None, **waits))
+    intervals: dict[str, Any] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    scraper = prometheus(start, tmp_path, prometheus_config(service.address, RULES, manager.address, **intervals))
     return Stack(service.url, scraper.url)
 
 
 @pytest.fixture
 def trainings(stack: Stack, tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """The run under the paper's numerics, which asks before it switches, and its control."""
+    """The run with the paper's numerics, under policy approve, and its control."""
     running = {}
     for run, variant in (("untreated", "paper"), ("control", "control")):
         with (tmp_path / f"{run}.log").open("wb") as log:
@@ -94,10 +94,10 @@ def trainings(stack: Stack, tmp_path: Path) -> Iterator[dict[str, subprocess.Pop
 @pytest.mark.full
 @pytest.mark.servers
 @pytest.mark.timeout(7200)
-def test_a_drifting_run_is_warned_about_and_switched_while_its_control_stays_silent(
+def test_drifting_run_is_warned_and_switched_while_its_control_stays_silent(
     stack: Stack, trainings: dict[str, subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
-    def alive() -> None:
+    def check_processes() -> None:
         for variant, process in trainings.items():
             if process.poll():
                 pytest.fail(
@@ -105,24 +105,26 @@ def test_a_drifting_run_is_warned_about_and_switched_while_its_control_stays_sil
                 )
 
     def fired() -> dict[str, Any] | None:
-        alive()
+        check_processes()
         alerts = [alert for alert in stack.alerts() if alert["alertname"] == "ForeshockHeadFailing"]
         return alerts[0] if alerts else None
 
     # The rule fires with the shipped thresholds; its incident names the head that the agent warned about first.
-    alert = eventually("ForeshockHeadFailing fires", fired, MOST_SECONDS, every=0.5)
+    alert = eventually("ForeshockHeadFailing fires", fired, TIMEOUT_SECONDS, every=0.5)
     assert alert["run"] == "untreated"
     [incident] = [i for i in stack.get("/v1/runs/untreated/incidents")["incidents"] if i["cause"] == alert["cause"]]
     layer, head = incident["heads"][0]["layer"], incident["heads"][0]["head"]
     warnings = stack.get("/v1/runs/untreated")["warnings"]
     assert [layer, head] in [[warning["layer"], warning["head"]] for warning in warnings]
 
-    # Alertmanager delivers it. Under policy approve nothing is switched yet, and the head has one open proposal whether
-    # the agent's own word or the webhook came first: the audit trail shows both, the second as standing already.
+    # Alertmanager delivers the alert. Under policy approve nothing is switched yet, and the head has one open proposal
+    # whether the agent or the webhook was first: the audit trail shows both, the second as a duplicate.
     def delivered() -> list[dict[str, Any]]:
         rows = stack.get("/v1/audit", limit=100)["rows"]
-        about = [[layer, head]]
-        return [r for r in rows if r["actor"] == "alertmanager" and r["details"].get("head", about[0]) == about[0]]
+        head_pair = [[layer, head]]
+        return [
+            r for r in rows if r["actor"] == "alertmanager" and r["details"].get("head", head_pair[0]) == head_pair[0]
+        ]
 
     eventually("Alertmanager's webhook arrives", delivered)
     proposals = [c for c in stack.get("/v1/runs/untreated/commands")["commands"] if [layer, head] in c["heads"]]
@@ -130,32 +132,32 @@ def test_a_drifting_run_is_warned_about_and_switched_while_its_control_stays_sil
     command = proposals[0]
     assert head_mode(stack, layer, head) == "plain"
 
-    # A person approves; the command reaches the agent with its next batch, and the next samples show the new mode.
+    # A user approves; the command reaches the agent with its next batch, and the next samples show the new mode.
     decision = {"who": "tester", "reason": "the evidence convinces"}
     httpx.post(f"{stack.service}/v1/commands/{command['id']}/approve", json=decision, timeout=60).raise_for_status()
     answered = eventually(
         "the agent answers", lambda: (c := stack.get(f"/v1/commands/{command['id']}"))["state"] == "applied" and c
     )
-    assert set(answered["ranks"][0]["before"]) == {"plain"}  # of every head: the shipped scope
+    assert set(answered["ranks"][0]["before"]) == {"plain"}  # all heads are switched, the default scope
     assert set(answered["ranks"][0]["after"]) == {command["mode"]}
     eventually("the samples show the new mode", lambda: head_mode(stack, layer, head) == command["mode"])
     eventually("Prometheus shows the new mode", lambda: prometheus_mode(stack, layer, head) > 0)
 
-    # Every step of it is in the audit trail; the watchdog proves the alert path.
+    # The audit trail has every state of the command; the watchdog proves that the alert path works.
     audit = stack.get("/v1/audit", limit=100)
     states = [row["details"].get("state") for row in audit["rows"] if row["command"] == command["id"]]
     assert {"proposed", "pending", "delivered", "applied"} <= set(states)
     assert "foreshock_service_watchdog_timestamp_seconds" in httpx.get(stack.service + "/metrics", timeout=60).text
 
-    # The control trains on to at least the same step and says nothing.
+    # The control reaches at least the same step without a warning.
     switched_at = answered["ranks"][0]["step"]
 
     def control_caught_up() -> bool:
-        alive()
+        check_processes()
         step = stack.get("/v1/runs/control")["last_step"]
         return step is not None and step >= switched_at
 
-    eventually("the control reaches the switch step", control_caught_up, MOST_SECONDS, every=0.5)
+    eventually("the control reaches the switch step", control_caught_up, TIMEOUT_SECONDS, every=0.5)
     assert stack.get("/v1/runs/control")["warnings"] == []
     assert [e for e in stack.get("/v1/runs/control/events")["events"] if e["kind"] == "verdict"] == []
     assert [alert for alert in stack.alerts() if alert.get("run") == "control"] == []
@@ -169,7 +171,7 @@ def head_mode(stack: Stack, layer: int, head: int) -> str | None:
 
 
 def prometheus_mode(stack: Stack, layer: int, head: int) -> float:
-    """The mode flag of a head as Prometheus knows it; 0 when it has no such series."""
+    """The mode flag of a head in Prometheus; 0 if the series does not exist."""
     query = f'foreshock_head_mode{{run="untreated",layer="{layer}",head="{head}"}}'
     reply = httpx.get(stack.prometheus + "/api/v1/query", params={"query": query}, timeout=60).raise_for_status()
     result = reply.json()["data"]["result"]

@@ -1,4 +1,4 @@
-"""What the tests of the sender share."""
+"""Fixtures for the tests of the sender."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from foreshock.monitor.transport import sender
 
 @pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sender asks again after a twentieth of a second."""
+    """The sender retries after 0.05 s."""
     monkeypatch.setattr(sender, "retry_delay", lambda failures, retry_after: 0.05)

@@ -1,4 +1,4 @@
-"""A server on a real socket that answers each connection as it is told: well, badly, slowly or not at all."""
+"""A server on a real socket with a configurable reply: valid, invalid, slow or none."""
 
 import json
 import socket
@@ -13,19 +13,19 @@ Handler = Callable[["HostileServer", socket.socket, bytes], None]
 
 
 class HostileServer:
-    """Listens on loopback. `behaviour` gets the connection and the request's body; it may be changed at any time."""
+    """Listens on loopback. `behaviour` gets the connection and the request body, and may be changed at any time."""
 
     def __init__(self, behaviour: Handler, tls: ssl.SSLContext | None = None) -> None:
         self.behaviour = behaviour
         self._tls = tls
         self.batches: list[dict[str, Any]] = []
-        """Every batch that was received whole."""
+        """Every batch that arrived completely."""
         self.headers: list[str] = []
         self.requests_at: list[float] = []
         self.commands: list[dict[str, Any]] = []
-        """Commands that the next acknowledgement carries."""
+        """Commands to include in the next acknowledgement."""
         self.asks_for: str | None = None
-        """Of this process start every acknowledgement asks what it watches."""
+        """Every acknowledgement to this boot requests its `started` event."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._closing = threading.Event()
@@ -44,14 +44,14 @@ class HostileServer:
     def _serve(self, connection: socket.socket) -> None:
         with (
             suppress(OSError, ValueError),
-            connection if self._tls is None else self._encrypted(connection) as connection,
+            connection if self._tls is None else self._with_tls(connection) as connection,
         ):
             while (body := self._read_request(connection)) is not None:
                 self.requests_at.append(time.monotonic())
                 self.batches.append(json.loads(body))
                 self.behaviour(self, connection, body)
 
-    def _encrypted(self, connection: socket.socket) -> socket.socket:
+    def _with_tls(self, connection: socket.socket) -> socket.socket:
         return connection if self._tls is None else self._tls.wrap_socket(connection, server_side=True)
 
     def _read_request(self, connection: socket.socket) -> bytes | None:
@@ -96,13 +96,13 @@ def _header(line: bytes) -> tuple[bytes, bytes]:
 def reply(
     connection: socket.socket, status: int, body: bytes, *headers: str, content_type: str = "application/json"
 ) -> None:
-    """One whole answer."""
+    """Send one complete response."""
     lines = [f"HTTP/1.1 {status} X", f"Content-Length: {len(body)}", f"Content-Type: {content_type}", *headers]
     connection.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
 
 
 def acknowledge(server: HostileServer, connection: socket.socket, body: bytes) -> None:
-    """Behave well: acknowledge the batch, with the commands that wait, asking for what `asks_for` names."""
+    """Acknowledge the batch, with the pending commands, and request `started` if `asks_for` is its boot."""
     batch = json.loads(body)
     commands, server.commands = server.commands, []
     ack = {"boot": batch["boot"], "acknowledged": batch["sequence"], "commands": commands}
@@ -111,17 +111,17 @@ def acknowledge(server: HostileServer, connection: socket.socket, body: bytes) -
 
 
 def answer(status: int, *headers: str, body: bytes = b"{}") -> Handler:
-    """Always answer with this status."""
+    """Always reply with this status."""
     return lambda _server, connection, _body: reply(connection, status, body, *headers)
 
 
 def hang(server: HostileServer, connection: socket.socket, body: bytes) -> None:
-    """Take the request and never answer."""
+    """Read the request and never reply."""
     time.sleep(3600)
 
 
 def drip(server: HostileServer, connection: socket.socket, body: bytes) -> None:
-    """A byte of the header at a time, for ever."""
+    """Send the header byte by byte, without end."""
     connection.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
     while True:
         connection.sendall(b"a")
@@ -129,13 +129,13 @@ def drip(server: HostileServer, connection: socket.socket, body: bytes) -> None:
 
 
 def close_mid_body(server: HostileServer, connection: socket.socket, body: bytes) -> None:
-    """Promise 1000 bytes, send a few, reset."""
+    """Announce 1000 bytes, send one, close."""
     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{")
     connection.close()
 
 
 def endless(server: HostileServer, connection: socket.socket, body: bytes) -> None:
-    """An answer that never ends."""
+    """Send a body without end."""
     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1073741824\r\n\r\n")
     while True:
         connection.sendall(b" " * 65536)
@@ -143,7 +143,7 @@ def endless(server: HostileServer, connection: socket.socket, body: bytes) -> No
 
 @contextmanager
 def hostile_server(behaviour: Handler, tls: ssl.SSLContext | None = None) -> Iterator[HostileServer]:
-    """A server for the length of a test."""
+    """Run a server until the end of the block."""
     server = HostileServer(behaviour, tls)
     try:
         yield server
@@ -152,6 +152,6 @@ def hostile_server(behaviour: Handler, tls: ssl.SSLContext | None = None) -> Ite
 
 
 def closed_port() -> str:
-    """An address at which nobody listens."""
+    """A URL whose port is closed."""
     with socket.create_server(("127.0.0.1", 0)) as s:
         return f"http://127.0.0.1:{s.getsockname()[1]}"

@@ -1,6 +1,6 @@
-"""One rank of a data-parallel training over gloo: python -P rank.py URL SPOOL RANK RANKS RENDEZVOUS FIRST LAST.
+"""One rank of data-parallel training over gloo: python -P rank.py URL SPOOL RANK RANKS RENDEZVOUS FIRST LAST.
 
-Trains the steps FIRST + 1 to LAST, or until another rank is gone, which ends it with an exception as it would end any.
+Trains steps FIRST + 1 to LAST. If another rank exits first, the collective raises an exception and the process ends.
 """
 
 import datetime
@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from foreshock.monitor import attach
 
 
-def main(url: str, spool: str, place: str, places: str, rendezvous: str, first: str, last: str) -> None:
-    """Train as the command line says."""
-    rank, ranks = int(place), int(places)
+def main(url: str, spool: str, rank_text: str, ranks_text: str, rendezvous: str, first: str, last: str) -> None:
+    """Train with the arguments of the command line."""
+    rank, ranks = int(rank_text), int(ranks_text)
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{rendezvous}",

@@ -1,4 +1,4 @@
-"""A sender as the agent starts one, what it is given, and what a hostile server saw of it."""
+"""A started sender, events for it, and the steps that a hostile server received."""
 
 import ssl
 from functools import partial
@@ -14,24 +14,24 @@ from foreshock.monitor import AgentConfig
 from foreshock.monitor.transport.sender import Sender
 
 CERTIFICATE = Path(__file__).parents[1] / "server" / "loopback_certificate.pem"
-"""Of hooks.example.com, with its key."""
+"""Certificate and key of hooks.example.com."""
 BUSY_SECONDS = 20.0
-"""What a machine with other work may add to a deadline: only a hang takes longer."""
+"""Tolerance added to deadlines on a busy machine; only a hang takes longer."""
 eventually = partial(running.eventually, every=0.01)
 IN_ORDER_SECONDS = 30.0
-"""More than a process needs to end in order, its spool written and let go of; it waits no longer than it needs."""
+"""Upper bound for a clean shutdown, which writes and releases the spool; a close returns as soon as it is done."""
 
 
 def started_sender(url: str, spool: Path | None = None, *, boot: str = "boot-1", **settings: Any) -> Sender:
-    quick: dict[str, Any] = {"send_every_seconds": 0.02, "request_seconds": 0.4, "heartbeat_seconds": 60}
-    config = settings_with(AgentConfig, run="a-run", url=url, spool_directory=spool, **{**quick, **settings})
-    made = Sender(config, run="a-run", boot=boot, health=lambda: (7, {"detectors": 1}))
-    made.start()
-    return made
+    defaults: dict[str, Any] = {"send_every_seconds": 0.02, "request_seconds": 0.4, "heartbeat_seconds": 60}
+    config = settings_with(AgentConfig, run="a-run", url=url, spool_directory=spool, **{**defaults, **settings})
+    sender = Sender(config, run="a-run", boot=boot, health=lambda: (7, {"detectors": 1}))
+    sender.start()
+    return sender
 
 
 def tls_of_hooks() -> ssl.SSLContext:
-    """TLS of a server that speaks as hooks.example.com."""
+    """A TLS context with the certificate of hooks.example.com."""
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(CERTIFICATE)
     return tls

@@ -1,4 +1,4 @@
-"""The agent's process, killed at random moments while a real service takes what it sends."""
+"""The training process is killed at random moments while a real service receives its batches."""
 
 import json
 import os
@@ -23,8 +23,8 @@ from foreshock.server.testing import LiveService
 SCRIPT = Path(__file__).parent / "training.py"
 
 
-class Lives:
-    """Processes of the training script, forked one after the other. Their steps are written to files as they end."""
+class ForkServer:
+    """Forks processes of the training script one after another. Each writes its completed steps to a file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -34,16 +34,16 @@ class Lives:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
-    def start(self, url: str, ending: str) -> "Life":
-        """A life that has made ten steps."""
+    def start(self, url: str, ending: str) -> "TrainingProcess":
+        """Start a process and wait until it has made ten steps."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         steps = self._folder / f"steps-{time.monotonic_ns()}"
         self._process.stdin.write(json.dumps([url, str(self._folder / "spool"), ending, str(steps)]) + "\n")
         self._process.stdin.flush()
-        while (said := self._process.stdout.readline().split())[:1] != ["ready"]:
-            assert said, "the script has ended"  # a life before this one may say how long it took to leave
-        return Life(boot=said[1], pid=int(said[2]), steps=steps)
+        while (line := self._process.stdout.readline().split())[:1] != ["ready"]:
+            assert line, "the script has exited"  # skip the "left after" line of an earlier process
+        return TrainingProcess(boot=line[1], pid=int(line[2]), steps=steps)
 
     def __enter__(self) -> Self:
         return self
@@ -53,29 +53,30 @@ class Lives:
 
 
 @dataclass(frozen=True)
-class Life:
-    """One process of the training script, from its start to its end."""
+class TrainingProcess:
+    """One process of the training script."""
 
     boot: str
     pid: int
     steps: Path
 
     def kill(self) -> None:
-        """kill -9."""
+        """Send SIGKILL and wait for the exit."""
         os.kill(self.pid, signal.SIGKILL)
         self.wait(20)
 
     def wait(self, seconds: float) -> None:
-        """Until the process is gone."""
+        """Wait until the process has exited."""
         deadline = time.monotonic() + seconds
         while Path(f"/proc/{self.pid}").exists():
             assert time.monotonic() < deadline
             time.sleep(0.002)
 
-    def steps_before_the_last_cut(self) -> int:
-        """The steps that had ended when the sender began to gather the last batch that it kept: it holds their samples.
+    def steps_before_the_last_batch(self) -> int:
+        """The steps that had ended before the sender began to build its last stored batch, which has their samples.
 
-        A step may end while a batch is gathered: so those before the first that saw the batch before the last.
+        A step may end while a batch is being built, so only steps before the first one that saw the second-to-last
+        batch are counted.
         """
         lines = [list(map(int, line.split())) for line in self.steps.read_text().splitlines()[:-1]]
         return next(step for step, batches in lines if batches >= lines[-1][1] - 1) - 1
@@ -92,28 +93,30 @@ def samples(database: Path) -> dict[str, list[tuple[int, int, int]]]:
 
 
 @pytest.mark.promise("A8")
-def test_kill_nine_of_the_agent_loses_at_most_a_second_and_the_next_start_sends_the_rest_once(
+def test_sigkill_loses_at_most_a_second_and_the_next_start_sends_the_rest_once(
     tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
 ) -> None:
-    """Half of the kills come while the service is away, and what they left waits in the spool for the next start."""
-    most, until = sizes("agent_kills", quick=2, long=200), sizes.until()
-    when = random.Random(sizes("seed", quick=5, long=5))
-    killed: list[Life] = []
-    with LiveService(tmp_path) as service, Lives(tmp_path) as lives:
-        while not killed or (len(killed) < most and time.monotonic() < until):
-            life = lives.start(service.url if len(killed) % 2 else "http://127.0.0.1:9", "never")
-            time.sleep(when.uniform(0.0, 0.5))
-            life.kill()
-            killed.append(life)
-        last = lives.start(service.url, "close when sent")
+    """During half of the kills the service is unreachable, so the batches wait in the spool for the next start."""
+    max_kills, deadline = sizes("agent_kills", quick=2, long=200), sizes.until()
+    rng = random.Random(sizes("seed", quick=5, long=5))
+    killed: list[TrainingProcess] = []
+    with LiveService(tmp_path) as service, ForkServer(tmp_path) as fork_server:
+        while not killed or (len(killed) < max_kills and time.monotonic() < deadline):
+            process = fork_server.start(service.url if len(killed) % 2 else "http://127.0.0.1:9", "never")
+            time.sleep(rng.uniform(0.0, 0.5))
+            process.kill()
+            killed.append(process)
+        last = fork_server.start(service.url, "close when sent")
         last.wait(60 + len(killed))
     stored = samples(tmp_path / "foreshock.db")
     record_property("kill -9", len(killed))
     record_property("samples stored", sum(map(len, stored.values())))
     assert list(tmp_path.rglob("*.spool")) == []
-    assert AgentConfig.send_every_seconds <= 1.0, "what waits longer is lost"
-    for life in killed:
-        assert len(stored.get(life.boot, [])) >= life.steps_before_the_last_cut()
-        spans = [(since, step) for _, since, step in stored.get(life.boot, [])]  # none: killed within its first second
+    assert AgentConfig.send_every_seconds <= 1.0, "samples are unsent for longer than promised"
+    for process in killed:
+        assert len(stored.get(process.boot, [])) >= process.steps_before_the_last_batch()
+        spans = [
+            (since, step) for _, since, step in stored.get(process.boot, [])
+        ]  # empty if killed within the first second
         assert not spans or spans[0][0] == 0
-        assert all(before[1] == after[0] for before, after in pairwise(spans)), "a gap, or a sample twice"
+        assert all(before[1] == after[0] for before, after in pairwise(spans)), "a sample is missing or duplicated"

@@ -1,4 +1,4 @@
-"""Real processes: killed, forked, stopped, leaving while the server hangs."""
+"""Real processes: exiting while the server hangs, stopped, forked, with a full spool."""
 
 import ctypes
 import gc
@@ -32,7 +32,7 @@ QUICK: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def sends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def send_every_20_ms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AgentConfig, "send_every_seconds", 0.02)
 
 
@@ -40,7 +40,7 @@ def sends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def training(
     url: str, spool: Path, ending: str, *, file_bytes: int = resource.RLIM_INFINITY
 ) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """The training script after its tenth step, and its boot. No file of it may grow beyond `file_bytes`."""
+    """The training script after its tenth step, and its boot. Its files cannot grow beyond `file_bytes`."""
     command = [sys.executable, "-P", str(SCRIPT), url, str(spool), ending]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -73,32 +73,32 @@ def training(
         pytest.param("SIGTERM", {-signal.SIGTERM}, marks=pytest.mark.full),
     ],
 )
-def test_a_process_leaves_at_its_end_without_an_exception_while_the_server_hangs(
+def test_process_exits_promptly_with_its_own_status_while_the_server_hangs(
     ending: str, codes: set[int], tmp_path: Path
 ) -> None:
-    ended = "never" if ending == "SIGTERM" else ending
-    with hostile_server(hang) as server, training(server.url, tmp_path, ended) as (process, _):
+    script_ending = "never" if ending == "SIGTERM" else ending
+    with hostile_server(hang) as server, training(server.url, tmp_path, script_ending) as (process, _):
         if ending == "SIGTERM":
             process.terminate()
         if ending == "interrupt":
-            # what threads import meanwhile makes CPython forget that the interrupt is to be its exit status
+            # an import in a thread at this moment makes CPython lose the exit status of the interrupt
             eventually("a request", lambda: server.requests_at)
         output, errors = process.communicate("\n", timeout=300)
         assert process.returncode in codes, errors
-        said = [line[:24] for line in errors.splitlines() if "foreshock:" in line]
-        ours = ending not in ("os._exit", "SIGTERM")
-        assert said == ["foreshock: not sent yet:"] * ours
-        assert ("RuntimeError: the user's own fault" in errors) == (ending == "raise")
+        log_lines = [line[:24] for line in errors.splitlines() if "foreshock:" in line]
+        logs_unsent = ending not in ("os._exit", "SIGTERM")
+        assert log_lines == ["foreshock: not sent yet:"] * logs_unsent
+        assert ("RuntimeError: an error of the user" in errors) == (ending == "raise")
         assert ("Traceback" in errors) == (ending in ("raise", "interrupt"))
         assert "ignored" not in errors
-        if not ours:
-            assert output == ""  # nothing of ours ran, nothing of ours held the process
+        if not logs_unsent:
+            assert output == ""  # no exit handler ran or delayed the exit
         else:
             assert float(output.removeprefix("left after")) < 2.0 + BUSY_SECONDS
 
 
 @pytest.mark.promise("A5")
-def test_a_spool_that_the_kernel_lets_grow_no_further_costs_no_sample(tmp_path: Path) -> None:
+def test_spool_at_the_file_size_limit_loses_no_sample(tmp_path: Path) -> None:
     limit = 2**16
     with (
         hostile_server(answer(503)) as server,
@@ -108,26 +108,28 @@ def test_a_spool_that_the_kernel_lets_grow_no_further_costs_no_sample(tmp_path: 
         time.sleep(0.5)
         server.behaviour = acknowledge
         server.batches.clear()
-        eventually("more than the spool holds", lambda: sum(len(str(batch)) for batch in server.batches) > 2 * limit)
+        eventually(
+            "more bytes than the spool can store", lambda: sum(len(str(batch)) for batch in server.batches) > 2 * limit
+        )
         assert process.poll() is None
         samples = [(event["since_step"], event["step"]) for event in server.events("sample")]
     assert samples == [(step, step + 1) for step in range(len(samples))]
 
 
 def assert_no_burst(server: HostileServer, since: float, send_every_seconds: float) -> None:
-    """What came after a stall came at the usual rate, and nobody took the stall for an illness of the training."""
-    came = len([moment for moment in server.requests_at if moment > since])
-    assert came <= 2 + (time.monotonic() - since) / send_every_seconds
+    """After a stall, requests arrive at the usual rate, and the stall causes no verdict."""
+    arrived = len([moment for moment in server.requests_at if moment > since])
+    assert arrived <= 2 + (time.monotonic() - since) / send_every_seconds
     assert not server.events("verdict")
 
 
 @pytest.mark.full
 @pytest.mark.promise("A10")
-@pytest.mark.parametrize("stopped", ["once for long", "nine tenths of the time"])
-def test_a_process_that_was_stopped_goes_on_and_sends_without_a_burst(stopped: str, tmp_path: Path, sizes: Any) -> None:
-    long = stopped == "once for long"
-    slices = 1 if long else sizes("slow_slices", quick=20, long=300)
-    seconds = sizes("stopped_seconds", quick=1, long=30) if long else 0.09
+@pytest.mark.parametrize("stopped", ["once", "90 % of the time"])
+def test_stopped_process_resumes_sending_without_a_burst(stopped: str, tmp_path: Path, sizes: Any) -> None:
+    one_long_stop = stopped == "once"
+    slices = 1 if one_long_stop else sizes("slow_slices", quick=20, long=300)
+    seconds = sizes("stopped_seconds", quick=1, long=30) if one_long_stop else 0.09
     with hostile_server(acknowledge) as server, training(server.url, tmp_path, "never") as (process, _):
         began, before = time.monotonic(), len(server.requests_at)
         for _ in range(slices):
@@ -135,19 +137,19 @@ def test_a_process_that_was_stopped_goes_on_and_sends_without_a_burst(stopped: s
             time.sleep(seconds)
             process.send_signal(signal.SIGCONT)
             time.sleep(0.01)
-        if long:
-            began += seconds  # of what was on its way when it was stopped nothing is a burst
+        if one_long_stop:
+            began += seconds  # requests in flight at the stop are not part of a burst
         assert_no_burst(server, began, 0.05)
         eventually("more batches", lambda: len(server.requests_at) >= before + 5)
 
 
 @pytest.mark.promise("A10")
-def test_a_held_interpreter_lock_delays_the_sender_and_nothing_more(tmp_path: Path, sizes: Any) -> None:
+def test_held_gil_only_delays_the_sender(tmp_path: Path, sizes: Any) -> None:
     milliseconds = sizes("gil_milliseconds", quick=500, long=5000)
     with hostile_server(acknowledge) as server:
         agent = running_agent(server, tmp_path)
         began = time.monotonic()
-        ctypes.PyDLL(None).usleep(1000 * milliseconds)  # called with the lock held
+        ctypes.PyDLL(None).usleep(1000 * milliseconds)  # PyDLL does not release the GIL
         for _ in range(50):
             agent.step(1.0)
             time.sleep(0.002)
@@ -165,14 +167,14 @@ def running_agent(server: HostileServer, spool: Path) -> Agent:
 
 @pytest.mark.promise("A6")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_is_inert_and_the_parent_unharmed(tmp_path: Path, sizes: Any) -> None:
+def test_forked_child_sends_nothing_and_parent_continues(tmp_path: Path, sizes: Any) -> None:
     with hostile_server(acknowledge) as server:
         agent = running_agent(server, tmp_path)
         for _ in range(sizes("forks", quick=3, long=100)):
-            agent.step(1.0)  # so that the sender's thread is at work, whatever locks it holds
+            agent.step(1.0)  # the sender's thread is active at the fork and may hold locks
             reading, writing = os.pipe()
             child = os.fork()
-            if child == 0:  # no assertion may leave this branch
+            if child == 0:  # an exception must not leave this branch
                 os.dup2(writing, 2)
                 signal.alarm(20)
                 agent.step(1.0)
@@ -200,7 +202,7 @@ def test_a_forked_child_is_inert_and_the_parent_unharmed(tmp_path: Path, sizes: 
 @pytest.mark.parametrize(
     "method", ["fork", *(pytest.param(method, marks=pytest.mark.full) for method in ("spawn", "forkserver"))]
 )
-def test_data_loader_workers_of_every_kind_work_beside_the_agent(method: str, tmp_path: Path, sizes: Any) -> None:
+def test_data_loader_workers_run_with_an_attached_agent(method: str, tmp_path: Path, sizes: Any) -> None:
     workers = sizes("loader_workers", quick=1, long=4)
     with hostile_server(acknowledge) as server:
         agent = running_agent(server, tmp_path)
@@ -213,7 +215,9 @@ def test_data_loader_workers_of_every_kind_work_beside_the_agent(method: str, tm
 
 
 @pytest.mark.promise("A16")
-def test_a_whole_batch_names_no_path_argument_variable_or_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_contain_no_paths_arguments_variables_or_host_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("A_PRIVATE_VARIABLE", "a-private-value")
     with hostile_server(acknowledge) as server:
         agent = attach(tiny_gpt(), **QUICK, url=server.url, spool_directory=tmp_path, labels={"team": "vision"})

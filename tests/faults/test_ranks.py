@@ -1,4 +1,4 @@
-"""A rank of a distributed training dies; the others end, all start again, and the service tells the lives apart."""
+"""One rank of distributed training is killed, the others fail, and all restart as new boots of the same run."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def start_ranks(service: LiveService, folder: Path, ranks: int, first: int, last
 
 
 def boots(database: Path) -> list[tuple[int, str, int | None, str | None]]:
-    """(rank, boot, until_step, finished_status), each rank's in the order of their start."""
+    """(rank, boot, until_step, finished_status) by rank, in order of start."""
     query = "SELECT rank, boot, until_step, finished_status FROM boots ORDER BY rank, boot"
     with closing(sqlite3.connect(database)) as connection:
         return [(row[0], row[1], row[2], row[3]) for row in connection.execute(query)]
@@ -35,32 +35,32 @@ def boots(database: Path) -> list[tuple[int, str, int | None, str | None]]:
 
 @pytest.mark.full
 @pytest.mark.promise("A13")
-def test_a_rank_that_dies_and_comes_back_is_a_new_boot_and_no_step_counts_twice(tmp_path: Path, sizes: Any) -> None:
+def test_restarted_ranks_are_new_boots_and_no_step_is_counted_twice(tmp_path: Path, sizes: Any) -> None:
     ranks = sizes("ranks", quick=2, long=4)
     with LiveService(tmp_path) as service, service.client() as client, ExitStack() as ending:
         first = start_ranks(service, tmp_path, ranks, 0, 100_000)
         for process in first:
             ending.callback(process.wait)
-            ending.callback(process.kill)  # where this test fails before
+            ending.callback(process.kill)  # if this test fails earlier
         eventually(
             "the ranks train", lambda: (client.get("/v1/runs/ranks").json().get("last_step") or 0) > RESUMED_AT + 4, 400
         )
         first[-1].send_signal(signal.SIGKILL)
         codes = [process.wait(300) for process in first]
         assert codes[-1] == -signal.SIGKILL
-        assert set(codes[:-1]) == {1}, "the exception of the collective ends the others, as without us"
+        assert set(codes[:-1]) == {1}, "the collective's exception must end the other ranks, as without foreshock"
         again = start_ranks(service, tmp_path, ranks, RESUMED_AT, LAST)
         assert [process.wait(300) for process in again] == [0] * ranks
         [line] = client.get("/v1/runs/ranks/curves?line=run.loss&max_points=10000").json()["lines"]
         assert client.get("/v1/runs/ranks").json()["status"] == "completed"
-        active = client.get("/v1/runs/ranks/events?kind=verdict").json()["events"]
-    known = boots(tmp_path / "foreshock.db")
-    assert Counter(rank for rank, *_ in known) == dict.fromkeys(range(ranks), 2)
-    assert len({boot for _, boot, *_ in known}) == 2 * ranks
+        verdicts = client.get("/v1/runs/ranks/events?kind=verdict").json()["events"]
+    stored_boots = boots(tmp_path / "foreshock.db")
+    assert Counter(rank for rank, *_ in stored_boots) == dict.fromkeys(range(ranks), 2)
+    assert len({boot for _, boot, *_ in stored_boots}) == 2 * ranks
     for rank in range(ranks):
-        old, new = (row for row in known if row[0] == rank)
-        assert (old[2], new[2]) == (RESUMED_AT, None), "the first life counts up to where the second began"
+        old, new = (row for row in stored_boots if row[0] == rank)
+        assert (old[2], new[2]) == (RESUMED_AT, None), "the first boot must count up to the start of the second"
         assert (old[3], new[3]) == (None if rank == ranks - 1 else "failed", "completed")
     assert line["steps"] == [*range(1, LAST + 1)]
     assert line["last"] == [float(step) for step in line["steps"]]
-    assert active == []
+    assert verdicts == []

@@ -1,4 +1,4 @@
-"""The spool: torn, flipped, full, read-only, vanished. Nothing before a torn tail is lost; training never notices."""
+"""The spool file: truncated, corrupted, full, shared or replaced. Complete batches are never lost."""
 
 import errno
 import hashlib
@@ -21,8 +21,8 @@ from foreshock.monitor.transport.private_folder import PrivateFolder
 from foreshock.monitor.transport.spool import MemoryStore, Spool, Store, frame, leftovers
 
 BATCHES = [(1, b'{"first":1}'), (2, b"second"), (3, b'{"third":"' + b"x" * 40 + b'"}')]
-LATER = (9, b"later")
-WHOLE = b"".join(frame(sequence, payload) for sequence, payload in BATCHES)
+NEXT_BATCH = (9, b"later")
+CONTENT = b"".join(frame(sequence, payload) for sequence, payload in BATCHES)
 
 
 def file_of(folder: Path, boot: str = "a", run: str = "mine") -> Path:
@@ -30,7 +30,7 @@ def file_of(folder: Path, boot: str = "a", run: str = "mine") -> Path:
 
 
 def spool_in(folder: Path, boot: str = "a", max_bytes: int = 2**20, run: str = "mine") -> closing[Spool]:
-    """The spool of a living boot."""
+    """The open spool of a running process."""
     return closing(Spool(PrivateFolder(folder), run, boot, max_bytes))
 
 
@@ -38,8 +38,8 @@ def batch_of(boot: str, sequence: int = 1, *, run: str = "mine", padding: int = 
     return json.dumps({"run": run, "boot": boot, "sequence": sequence, "events": [], "padding": "x" * padding}).encode()
 
 
-def left_behind(directory: Path, run: str, boot: str, *payloads: bytes) -> Path:
-    """What a process of this boot leaves that dies with batches unsent."""
+def leave_spool(directory: Path, run: str, boot: str, *payloads: bytes) -> Path:
+    """The spool file that a process of this boot leaves if it dies with unsent batches."""
     with spool_in(directory, boot, run=run) as dead:
         for sequence, payload in enumerate(payloads, 1):
             dead.append(sequence, payload)
@@ -54,56 +54,56 @@ def drain(spool: Store) -> list[tuple[int, bytes]]:
     return found
 
 
-def append_all(spool: Spool, kept: list[tuple[int, bytes]]) -> None:
+def append_all(spool: Spool, stored: list[tuple[int, bytes]]) -> None:
     for batch in BATCHES:
         spool.append(*batch)
-        kept.append(batch)
+        stored.append(batch)
 
 
 def reread(folder: Path, content: bytes) -> list[tuple[int, bytes]]:
-    """What a spool of this content gives back, a batch that is appended to it included."""
+    """The batches read from a file with this content. Also checks that a new batch can be appended."""
     file_of(folder).write_bytes(content)
     with spool_in(folder) as spool:
-        assert spool.path.stat().st_size == spool._end, "a torn tail is cut"
-        spool.append(*LATER)
+        assert spool.path.stat().st_size == spool._end, "a truncated tail must be cut off"
+        spool.append(*NEXT_BATCH)
         *found, last = drain(spool)
-        assert last == LATER
+        assert last == NEXT_BATCH
         return found
 
 
-def test_batches_come_back_in_order_and_an_emptied_spool_leaves_no_file(tmp_path: Path) -> None:
+def test_batches_are_read_in_order_and_an_empty_spool_deletes_its_file(tmp_path: Path) -> None:
     with spool_in(tmp_path) as spool:
         for sequence, payload in BATCHES:
             assert spool.append(sequence, payload)
         assert (spool.boot, spool.highest, len(spool)) == ("a", 3, 3)
-        assert file_of(tmp_path).read_bytes() == WHOLE
+        assert file_of(tmp_path).read_bytes() == CONTENT
         assert drain(spool) == BATCHES
         assert spool.path.stat().st_size == 0
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.promise("A5")
-def test_a_file_torn_at_every_byte_gives_back_every_batch_before_the_tear(tmp_path: Path) -> None:
+def test_file_truncated_at_any_byte_returns_every_complete_batch(tmp_path: Path) -> None:
     ends = [len(b"".join(frame(*batch) for batch in BATCHES[: n + 1])) for n in range(len(BATCHES))]
-    for cut in range(len(WHOLE) + 1):
+    for cut in range(len(CONTENT) + 1):
         survivors = sum(end <= cut for end in ends)
-        assert reread(tmp_path, WHOLE[:cut]) == BATCHES[:survivors]
+        assert reread(tmp_path, CONTENT[:cut]) == BATCHES[:survivors]
 
 
 @pytest.fixture
-def many(sizes: Any, record_property: Callable[[str, Any], None]) -> settings:
-    """Runs a case as often as the tier asks for."""
+def fuzz(sizes: Any, record_property: Callable[[str, Any], None]) -> settings:
+    """Hypothesis settings with the tier's number of cases."""
     cases = sizes("spool_cases", quick=200, long=50_000)
     record_property("cases", cases)
     return sizes.fuzzed(cases)  # type: ignore[no-any-return]
 
 
 @pytest.mark.promise("A5")
-def test_any_changed_byte_costs_one_batch_at_most(tmp_path: Path, many: settings) -> None:
-    @many
-    @given(position=st.integers(0, len(WHOLE) - 1), flip=st.integers(1, 255))
+def test_any_changed_byte_loses_at_most_one_batch(tmp_path: Path, fuzz: settings) -> None:
+    @fuzz
+    @given(position=st.integers(0, len(CONTENT) - 1), flip=st.integers(1, 255))
     def case(position: int, flip: int) -> None:
-        damaged = bytearray(WHOLE)
+        damaged = bytearray(CONTENT)
         damaged[position] ^= flip
         found = reread(tmp_path, bytes(damaged))
         missing = [batch for batch in BATCHES if batch not in found]
@@ -114,25 +114,25 @@ def test_any_changed_byte_costs_one_batch_at_most(tmp_path: Path, many: settings
 
 
 @pytest.mark.promise("A5")
-def test_any_file_at_all_is_read_without_an_exception(tmp_path: Path, many: settings) -> None:
-    @many
+def test_batches_after_random_bytes_are_recovered(tmp_path: Path, fuzz: settings) -> None:
+    @fuzz
     @given(junk=st.binary(max_size=300))
     def case(junk: bytes) -> None:
-        assert reread(tmp_path, junk + WHOLE)[-3:] == BATCHES
+        assert reread(tmp_path, junk + CONTENT)[-3:] == BATCHES
 
     case()
 
 
 @pytest.mark.promise("A5")
-def test_batches_are_found_behind_damage_of_any_length(tmp_path: Path) -> None:
+def test_batches_after_a_damaged_block_are_recovered_across_chunk_boundaries(tmp_path: Path) -> None:
     for length in range(spooling._CHUNK - 8, spooling._CHUNK + 8):
-        assert reread(tmp_path, bytes(length) + WHOLE) == BATCHES
+        assert reread(tmp_path, bytes(length) + CONTENT) == BATCHES
 
 
 @pytest.mark.promise("A5")
-def test_a_disk_that_fills_at_every_byte_keeps_what_was_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in range(len(WHOLE)):
-        left = [room]
+def test_disk_full_at_any_byte_preserves_complete_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for free_bytes in range(len(CONTENT)):
+        left = [free_bytes]
 
         def write(fd: int, data: bytes, offset: int, left: list[int] = left) -> int:
             if left[0] == 0:
@@ -142,18 +142,18 @@ def test_a_disk_that_fills_at_every_byte_keeps_what_was_whole(tmp_path: Path, mo
             return written
 
         monkeypatch.setattr(spooling, "_pwrite", write)
-        kept: list[tuple[int, bytes]] = []
-        with spool_in(tmp_path, str(room)) as spool:
+        stored: list[tuple[int, bytes]] = []
+        with spool_in(tmp_path, str(free_bytes)) as spool:
             with pytest.raises(OSError, match="No space left"):
-                append_all(spool, kept)
-            assert spool.path.read_bytes() == b"".join(frame(*batch) for batch in kept)
-            assert drain(spool) == kept
-        assert len(kept) < len(BATCHES)
+                append_all(spool, stored)
+            assert spool.path.read_bytes() == b"".join(frame(*batch) for batch in stored)
+            assert drain(spool) == stored
+        assert len(stored) < len(BATCHES)
 
 
 @pytest.mark.promise("A5")
 @pytest.mark.parametrize("position", range(len(frame(*BATCHES[1]))))
-def test_a_batch_that_decays_on_disk_while_its_process_lives_is_skipped(tmp_path: Path, position: int) -> None:
+def test_batch_corrupted_on_disk_is_skipped_by_the_running_process(tmp_path: Path, position: int) -> None:
     with spool_in(tmp_path) as spool:
         append_all(spool, [])
         with spool.path.open("r+b") as file:
@@ -164,7 +164,7 @@ def test_a_batch_that_decays_on_disk_while_its_process_lives_is_skipped(tmp_path
         assert drain(spool) == [BATCHES[0], BATCHES[2]]
 
 
-def test_a_spool_that_never_empties_takes_every_batch_for_which_it_has_room(tmp_path: Path) -> None:
+def test_space_of_sent_batches_is_reused_before_the_spool_is_empty(tmp_path: Path) -> None:
     payload = b"x" * 100
     with spool_in(tmp_path, max_bytes=1000) as spool:
         assert spool.append(1, payload)
@@ -174,7 +174,7 @@ def test_a_spool_that_never_empties_takes_every_batch_for_which_it_has_room(tmp_
             spool.pop()
 
 
-def test_a_full_store_says_no_and_takes_words_all_the_same_up_to_a_bound(tmp_path: Path) -> None:
+def test_full_store_rejects_batches_but_accepts_forced_ones_up_to_a_limit(tmp_path: Path) -> None:
     with spool_in(tmp_path, max_bytes=100) as spool:
         for store in (spool, MemoryStore("a", 100)):
             assert store.append(1, b"x" * 60)
@@ -184,7 +184,7 @@ def test_a_full_store_says_no_and_takes_words_all_the_same_up_to_a_bound(tmp_pat
             assert [sequence for sequence, _ in drain(store)] == [1, 2]
 
 
-def test_room_of_sent_batches_is_used_again_without_losing_the_others(tmp_path: Path) -> None:
+def test_reusing_space_of_sent_batches_loses_no_unsent_batch(tmp_path: Path) -> None:
     with spool_in(tmp_path, max_bytes=1000) as spool:
         sent, sequence = [], 0
         for _ in range(200):
@@ -200,137 +200,137 @@ def test_room_of_sent_batches_is_used_again_without_losing_the_others(tmp_path: 
 
 
 @pytest.mark.promise("A8")
-def test_only_spools_of_dead_processes_of_the_same_run_are_taken_up(tmp_path: Path) -> None:
+def test_leftovers_are_spools_of_dead_processes_of_the_same_run(tmp_path: Path) -> None:
     for run, boot in (("mine", "0001"), ("mine", "0002"), ("other", "0003")):
-        left_behind(tmp_path, run, boot, batch_of(boot, run=run))
+        leave_spool(tmp_path, run, boot, batch_of(boot, run=run))
     folder = PrivateFolder(tmp_path)
     with spool_in(tmp_path, "0004") as living:
         living.append(1, batch_of("0004"))
         found, removed = leftovers(folder, "mine", 2**20)
         assert ([s.boot for s in found], removed) == (["0001", "0002"], 0)
         assert [drain(s) for s in found] == [[(1, batch_of("0001"))], [(1, batch_of("0002"))]]
-        for old in found:
-            old.close()
+        for spool in found:
+            spool.close()
     assert leftovers(folder, "mine", 2**20)[0][0].boot == "0004"
 
 
-STARTS = """
+START_PROGRAM = """
 import importlib.util, os, sys
 from pathlib import Path
-for file in map(Path, sys.argv[4:]):  # alone: the package would import PyTorch
+for file in map(Path, sys.argv[4:]):  # loaded as single files, because the package imports PyTorch
     found = importlib.util.spec_from_file_location(f"foreshock.monitor.transport.{file.stem}", file)
     spool = sys.modules[found.name] = importlib.util.module_from_spec(found)
     found.loader.exec_module(spool)
 directory, name = Path(sys.argv[1]), sys.argv[2]
-held, kept = [], []
+spools, unsent = [], []
 sys.stdin.readline()
 for n in range(int(sys.argv[3])):
     folder = spool.PrivateFolder(directory)
-    kept += spool.leftovers(folder, "mine", 2**20)[0]
-    held.append(spool.Spool(folder, "mine", f"{n:04}-{name}", 2**20))
-there = [s.path.exists() and os.path.samestat(s.path.stat(), os.fstat(s._fd)) for s in held]
+    unsent += spool.leftovers(folder, "mine", 2**20)[0]
+    spools.append(spool.Spool(folder, "mine", f"{n:04}-{name}", 2**20))
+there = [s.path.exists() and os.path.samestat(s.path.stat(), os.fstat(s._fd)) for s in spools]
 print(there.count(False), flush=True)
 sys.stdin.readline()
 """
 
 
 @pytest.mark.promise("A8")
-def test_processes_that_start_at_once_neither_unlink_nor_block_the_spools_of_one_another(
+def test_concurrent_starts_do_not_unlink_or_block_other_spools(
     tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
 ) -> None:
     spools = sizes("spools_of_each", quick=6, long=60)
-    record_property("spools held by 8 processes", 8 * spools)
-    files = [str(module.__file__) for module in (private_folder, spooling)]
-    starts = [
+    record_property("spools of 8 processes", 8 * spools)
+    modules = [str(module.__file__) for module in (private_folder, spooling)]
+    processes = [
         subprocess.Popen(
-            [sys.executable, "-c", STARTS, str(tmp_path), str(name), str(spools), *files],
+            [sys.executable, "-c", START_PROGRAM, str(tmp_path), str(name), str(spools), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         for name in range(8)
     ]
-    for process in starts:
+    for process in processes:
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    unlinked = [process.stdout.readline() for process in starts if process.stdout is not None]
-    for process in starts:
+    unlinked = [process.stdout.readline() for process in processes if process.stdout is not None]
+    for process in processes:
         process.communicate("end\n")
-    assert unlinked == ["0\n"] * 8  # an empty line: the process failed, it could not lock its own spool
+    assert (
+        unlinked == ["0\n"] * 8
+    )  # an empty line means that the process failed because it could not lock its own spool
 
 
 @pytest.mark.promise("A8")
-def test_a_spool_that_another_process_removes_between_opening_and_locking_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, opened = file_of(tmp_path), os.open
+def test_spool_unlinked_between_open_and_lock_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, original_open = file_of(tmp_path), os.open
     open_once = [True]
 
-    def open_and_lose(name: Any, *rest: Any, **place: Any) -> int:
-        fd = opened(name, *rest, **place)
+    def open_then_unlink(name: Any, *rest: Any, **folder: Any) -> int:
+        fd = original_open(name, *rest, **folder)
         if name == path.name and open_once:
             open_once.clear()
             path.unlink()
         return fd
 
-    monkeypatch.setattr(os, "open", open_and_lose)
+    monkeypatch.setattr(os, "open", open_then_unlink)
     with spool_in(tmp_path) as spool:
-        spool.append(7, b"kept")
+        spool.append(7, b"unsent")
         with path.open("rb") as file:
-            assert file.read() == frame(7, b"kept")
+            assert file.read() == frame(7, b"unsent")
 
 
-def test_leftovers_are_bounded_and_the_newest_are_kept(tmp_path: Path) -> None:
+def test_leftovers_beyond_the_size_limit_are_removed_oldest_first(tmp_path: Path) -> None:
     for boot in ("0001", "0002", "0003"):
-        size = left_behind(tmp_path, "mine", boot, batch_of(boot)).stat().st_size
+        size = leave_spool(tmp_path, "mine", boot, batch_of(boot)).stat().st_size
     found, removed = leftovers(PrivateFolder(tmp_path), "mine", 2 * size + 10)
     assert ([s.boot for s in found], removed) == (["0002", "0003"], 1)
-    for old in found:
-        old.close()
+    for spool in found:
+        spool.close()
 
 
 @pytest.mark.promise("A16")
 @pytest.mark.promise("A17")
-def test_a_run_name_never_becomes_a_path_and_the_files_are_for_this_user_alone(tmp_path: Path) -> None:
+def test_run_name_cannot_escape_the_folder_and_files_are_private(tmp_path: Path) -> None:
     umask = os.umask(0)
     try:
-        path = left_behind(tmp_path / "made" / "too", "../../etc/run", "0001", b"x")
+        path = leave_spool(tmp_path / "created" / "too", "../../etc/run", "0001", b"x")
     finally:
         os.umask(umask)
     assert path.resolve().is_relative_to(tmp_path)
     assert path.stat().st_mode & 0o777 == 0o600
-    made = [above for above in path.parents if above.is_relative_to(tmp_path) and above != tmp_path]
-    assert [above.stat().st_mode & 0o777 for above in made] == [0o700] * 2
+    created = [parent for parent in path.parents if parent.is_relative_to(tmp_path) and parent != tmp_path]
+    assert [parent.stat().st_mode & 0o777 for parent in created] == [0o700] * 2
 
 
 @pytest.mark.promise("A17")
 @pytest.mark.parametrize(
     "batch",
     [
-        batch_of("0001", run="of-another"),
+        batch_of("0001", run="another"),
         batch_of("0009"),
         batch_of("0001", sequence=7),
-        b"no batch at all",
+        b"not a batch",
         b"[]",
         b"[" * 100_000,
     ],
 )
-def test_a_batch_of_another_run_or_process_is_not_sent_with_this_ones_token(tmp_path: Path, batch: bytes) -> None:
-    left_behind(tmp_path, "mine", "0001", batch, batch_of("0001", 2))
+def test_leftover_batch_of_another_run_or_boot_or_sequence_is_skipped(tmp_path: Path, batch: bytes) -> None:
+    leave_spool(tmp_path, "mine", "0001", batch, batch_of("0001", 2))
     [found], _ = leftovers(PrivateFolder(tmp_path), "mine", 2**20)
     with closing(found):
         assert drain(found) == [(2, batch_of("0001", 2))]
 
 
-def planted(folder: Path, kind: str) -> tuple[Path, bytes]:
-    """Something in the place of a spool, and what it is about to lose."""
+def plant(folder: Path, kind: str) -> tuple[Path, bytes]:
+    """Create a file of this kind at the path of a spool; returns the path and the content to preserve."""
     path, precious = file_of(folder, "0001"), b"precious" * 1000
     if kind == "a link to a file":
         target = folder.parent / "checkpoint.pt"
         target.write_bytes(precious)
         path.symlink_to(target)
-    elif kind == "a second name of a file":
+    elif kind == "a hard link to a file":
         target = folder.parent / "checkpoint.pt"
         target.write_bytes(precious)
         path.hardlink_to(target)
@@ -348,27 +348,27 @@ def planted(folder: Path, kind: str) -> tuple[Path, bytes]:
 
 @pytest.mark.promise("A17")
 @pytest.mark.parametrize(
-    ("kind", "why"),
+    ("kind", "reason"),
     [
         ("a link to a file", "links are not followed"),
-        ("a second name of a file", "has a second name"),
+        ("a hard link to a file", "has a second name"),
         ("another file", "does not contain batches"),
         ("a file that others may write", "may be written to by others"),
         ("a file too large", "is larger than 2097152 bytes, twice FORESHOCK_SPOOL_BYTES"),
     ],
 )
-def test_what_is_no_spool_is_named_and_left_as_it_is(
-    kind: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_file_that_is_not_a_valid_spool_is_reported_and_unchanged(
+    kind: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "spool"
-    left_behind(directory, "mine", "0002", batch_of("0002"))
-    path, precious = planted(directory, kind)
+    leave_spool(directory, "mine", "0002", batch_of("0002"))
+    path, precious = plant(directory, kind)
     [found], removed = leftovers(PrivateFolder(directory), "mine", 2**20)
     assert (found.boot, removed) == ("0002", 0)
     found.close()
-    with pytest.raises(PermissionError, match=why):
+    with pytest.raises(PermissionError, match=reason):
         spool_in(directory, "0001")
-    assert [why in record.getMessage() and str(path) in record.getMessage() for record in caplog.records] == [True]
+    assert [reason in record.getMessage() and str(path) in record.getMessage() for record in caplog.records] == [True]
     with path.open("rb") as file:
         assert file.read(len(precious)) == precious
 
@@ -378,35 +378,35 @@ MODES = (0o777, 0o1777, 0o770, 0o702)
 
 @pytest.mark.promise("A17")
 @pytest.mark.parametrize("kind", [*MODES, "of another user", "a link", "a file"])
-def test_a_folder_that_others_may_write_to_or_own_and_what_is_no_folder_are_refused(
+def test_shared_or_foreign_folder_link_and_file_are_rejected(
     kind: str | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (own := tmp_path / "own").mkdir(mode=0o700)
-    place, why = tmp_path / "place", "is not a folder; links are not followed"
+    folder, reason = tmp_path / "place", "is not a folder; links are not followed"
     if isinstance(kind, int):
-        (place := own).chmod(kind)
-        why = f"{own} may be written to by others (mode {kind:o})"
+        (folder := own).chmod(kind)
+        reason = f"{own} may be written to by others (mode {kind:o})"
     elif kind == "of another user":
-        place, user = own, own.stat().st_uid
+        folder, user = own, own.stat().st_uid
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-        why = f"belongs to user {user}, not to user"
+        reason = f"belongs to user {user}, not to user"
     else:
-        place.symlink_to(own) if kind == "a link" else place.write_text("")
+        folder.symlink_to(own) if kind == "a link" else folder.write_text("")
     with pytest.raises(PermissionError) as refused:
-        PrivateFolder(place)
-    assert why in str(refused.value.strerror)
+        PrivateFolder(folder)
+    assert reason in str(refused.value.strerror)
     assert not isinstance(kind, int) or "chmod go-w" in str(refused.value.strerror)
     assert list(own.iterdir()) == []
 
 
 @pytest.mark.promise("A17")
-def test_files_are_reached_through_the_folder_that_was_looked_at_wherever_its_path_leads_later(tmp_path: Path) -> None:
+def test_replaced_folder_path_does_not_redirect_file_access(tmp_path: Path) -> None:
     path, victim = tmp_path / "spool", tmp_path / "victim"
     victim.mkdir()
     (victim / "x.spool").write_text("precious")
     folder = PrivateFolder(path)
     (path / "x.spool").write_text("")
-    path.rename(tmp_path / "away")  # who owns the folder above may do so
+    path.rename(tmp_path / "away")  # the owner of the parent folder can rename it
     path.symlink_to(victim)
     os.close(folder.open_locked("x.spool", 0.0))
     folder.remove("x.spool")
@@ -414,19 +414,19 @@ def test_files_are_reached_through_the_folder_that_was_looked_at_wherever_its_pa
     assert list((tmp_path / "away").iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["a fifo", "a link that leads nowhere", "a file of another user"])
+@pytest.mark.parametrize("kind", ["a fifo", "a dangling link", "a file of another user"])
 @pytest.mark.promise("A17")
-def test_what_is_no_regular_file_of_this_user_is_not_opened(
+def test_fifo_dangling_link_and_foreign_file_are_not_opened(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, path = PrivateFolder(tmp_path), tmp_path / "x.spool"
     if kind == "a fifo":
         os.mkfifo(path, 0o600)
-    elif kind == "a link that leads nowhere":
-        path.symlink_to(tmp_path / "made by the open")
+    elif kind == "a dangling link":
+        path.symlink_to(tmp_path / "created by open")
     else:
         path.touch(0o600)
         monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
     with pytest.raises(PermissionError):
         folder.open_locked("x.spool", 0.0, os.O_CREAT)
-    assert not (tmp_path / "made by the open").exists()
+    assert not (tmp_path / "created by open").exists()

@@ -1,9 +1,9 @@
-"""A small training run for tests that need a process of their own: python -P training.py URL SPOOL ENDING [STEPS].
+"""A small training run in its own process: python -P training.py URL SPOOL ENDING [STEPS].
 
-Prints `ready`, its boot and its process when it has made ten steps, goes on for ever (ENDING "never"), until the
-spools are sent ("close when sent") or ends as told. To the file STEPS it writes each step's number and how many batches
-the sender has kept by its end. Without arguments it reads them from its standard input, as JSON, and forks a life for
-each line.
+After ten steps it prints `ready`, its boot and its process id. Then it trains without end (ENDING "never"), until the
+spools are sent ("close when sent"), or ends as ENDING says. After each step it appends the step number and the number
+of batches that the sender has stored to the file STEPS. Without arguments it reads them from standard input, as JSON,
+and forks a process for each line.
 """
 
 import atexit
@@ -24,7 +24,7 @@ BUSY: Final[dict[str, Any]] = {
     "sample_every_steps": 1,
     "quiet": True,
 }
-"""An agent that samples every step, and, by the line below, sends at once."""
+"""Settings of an agent that samples every step; the line below makes it send every 50 ms."""
 AgentConfig.send_every_seconds = 0.05
 
 
@@ -43,18 +43,18 @@ class Attention(nn.Module):
 
 
 def waiting(agent: Agent) -> bool:
-    """Whether batches of dead processes wait in the spools."""
+    """Whether the spools contain unsent batches of dead processes."""
     assert agent._outbox.sender is not None
     return any(len(store) and store.boot != agent.boot for store in agent._outbox.sender._stores)
 
 
 def main(url: str, spool: str, ending: str, steps: str = os.devnull) -> None:
-    """Train as the command line says."""
+    """Train with the arguments of the command line."""
     log = os.open(steps, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGINT is ignored in a shell's background job
     handler = signal.getsignal(signal.SIGTERM)
     ended = [0.0]
-    # registered before the agent's, so it runs after it: what the interpreter itself takes to leave is not counted
+    # registered before the agent's handler, so it runs after it; the interpreter's own shutdown is not included
     atexit.register(lambda: print("left after", time.monotonic() - ended[0], flush=True))
     model = Attention()
     agent = attach(
@@ -84,7 +84,7 @@ def main(url: str, spool: str, ending: str, steps: str = os.devnull) -> None:
     if ending == "exit":
         sys.exit(3)
     if ending == "raise":
-        raise RuntimeError("the user's own fault")
+        raise RuntimeError("an error of the user")
     if ending == "os._exit":
         os._exit(3)
     if ending == "close twice":
@@ -96,9 +96,9 @@ def main(url: str, spool: str, ending: str, steps: str = os.devnull) -> None:
         time.sleep(60)
 
 
-def lives() -> None:
-    """Fork a process for each line: a life of its own, without the seconds that the imports take."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+def fork_server() -> None:
+    """Fork a process for each line, which saves the seconds that the imports take."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap the children automatically
     for line in sys.stdin:
         if os.fork() == 0:
             main(*json.loads(line))
@@ -106,8 +106,8 @@ def lives() -> None:
 
 
 if __name__ == "__main__":
-    vars(threading)["program"] = sys.modules["__main__"]  # as dill does, so that its globals outlive our modules
+    vars(threading)["program"] = sys.modules["__main__"]  # as dill does, so that the globals outlive the modules
     if sys.argv[1:]:
         main(*sys.argv[1:])
     else:
-        lives()
+        fork_server()

@@ -1,4 +1,4 @@
-"""A run that exploded and was killed trains on from the printed plan and stays healthy, under each trainer."""
+"""A failed run resumes from the printed plan and stays healthy, with each trainer."""
 
 import importlib.util
 import json
@@ -12,38 +12,44 @@ from typing import Any
 
 import pytest
 from tests.cli.typed import foreshock
-from tests.e2e.fallen_run import END
+from tests.e2e.failing_trainings import END
 
 from foreshock.server.testing import LiveService
 
-PROGRAM = Path(__file__).with_name("fallen_run.py")
+PROGRAM = Path(__file__).with_name("failing_trainings.py")
 
 
 PAPER = {"FORESHOCK_ATTENTION": "kernels", "FORESHOCK_NUMERICS": "paper", "FORESHOCK_SAMPLE_EVERY_STEPS": "10"}
 
 
-Trained = Callable[..., tuple[int, dict[str, Any]]]
+Train = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def trained() -> Iterator[Trained]:
-    """Trains; the exit status of a training that samples every fifth step, and what came of it."""
-    alone = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+def trained() -> Iterator[Train]:
+    """Runs a training that samples every fifth step; returns its exit status and results."""
+    deterministic = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-P", str(PROGRAM)]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | alone
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | deterministic
     ) as program:
 
-        def train(trainer: str, folder: Path, url: str, *lines: str, **more: str) -> tuple[int, dict[str, Any]]:
-            settings = {
+        def train(trainer: str, folder: Path, url: str, *lines: str, **settings: str) -> tuple[int, dict[str, Any]]:
+            environment = {
                 "FORESHOCK_URL": url,
                 "FORESHOCK_SAMPLE_EVERY_STEPS": "5",
             }
-            settings |= {"XDG_CACHE_HOME": str(folder / "cache")} | more
-            asked = {"trainer": trainer, "folder": str(folder), "run": "fell", "lines": lines, "environment": settings}
+            environment |= {"XDG_CACHE_HOME": str(folder / "cache")} | settings
+            request = {
+                "trainer": trainer,
+                "folder": str(folder),
+                "run": "fell",
+                "lines": lines,
+                "environment": environment,
+            }
             assert program.stdin is not None
             assert program.stdout is not None
-            program.stdin.write(json.dumps(asked) + "\n")
+            program.stdin.write(json.dumps(request) + "\n")
             program.stdin.flush()
             status = int(program.stdout.readline())
             assert status in (0, -signal.SIGKILL), (folder / "log").read_text()[-5000:]
@@ -73,8 +79,8 @@ def trained() -> Iterator[Trained]:
         "own",
     ],
 )
-def test_a_run_that_exploded_and_was_killed_trains_on_by_the_printed_lines_and_stays_healthy(
-    trainer: str, trained: Trained, tmp_path: Path
+def test_exploded_run_resumes_from_the_printed_plan_and_stays_healthy(
+    trainer: str, trained: Train, tmp_path: Path
 ) -> None:
     (folder := tmp_path / "out").mkdir()
     with LiveService(tmp_path) as service:
@@ -82,13 +88,17 @@ def test_a_run_that_exploded_and_was_killed_trains_on_by_the_printed_lines_and_s
         assert killed == -signal.SIGKILL
         assert fallen["score"] > 512
         plan = json.loads(foreshock("resume-plan", "fell", "--json", "--url", service.url).output)
-        taken = plan["checkpoint"]
-        assert (taken["label"], taken["pinned"], taken["trainer"]) == ("clean", True, trainer.removesuffix("_itself"))
-        assert "clean" not in {one["label"] for one in plan["checkpoints"] if one["step"] > taken["step"]}
+        checkpoint = plan["checkpoint"]
+        assert (checkpoint["label"], checkpoint["pinned"], checkpoint["trainer"]) == (
+            "clean",
+            True,
+            trainer.removesuffix("_itself"),
+        )
+        assert "clean" not in {one["label"] for one in plan["checkpoints"] if one["step"] > checkpoint["step"]}
         assert any(one["requested"] for one in plan["checkpoints"])
         ended, resumed = trained(trainer, folder, service.url, *plan["commands"])
         incidents = json.loads(foreshock("incidents", "fell", "--json", "--url", service.url).output)
-    assert (ended, resumed["first"], resumed["last"]) == (0, taken["step"], END)
+    assert (ended, resumed["first"], resumed["last"]) == (0, checkpoint["step"], END)
     assert resumed["score"] < 512
     assert resumed["loss"] < fallen["loss"] - 0.1
     assert [one["sentence"] for one in incidents if one["state"] != "closed" and one["severity"] == "critical"] == []
@@ -97,10 +107,8 @@ def test_a_run_that_exploded_and_was_killed_trains_on_by_the_printed_lines_and_s
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 @pytest.mark.promise("A32")
-def test_a_run_that_rounding_made_drift_trains_on_corrected_by_the_printed_lines_and_does_not_drift(
-    trained: Trained, tmp_path: Path
-) -> None:
-    """500 steps past the fall its offset is below what it was then; untreated it would have grown by a third."""
+def test_run_drifting_by_rounding_resumes_corrected_and_does_not_drift(trained: Train, tmp_path: Path) -> None:
+    """500 steps after the kill, the offset is below its value at the kill; untreated, it would be a third larger."""
     (folder := tmp_path / "out").mkdir()
     with LiveService(tmp_path) as service:
         killed, fallen = trained("rounding", folder, service.url, **PAPER)

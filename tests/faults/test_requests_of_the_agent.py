@@ -1,4 +1,4 @@
-"""What leaves the process and what an answer leaves behind: one header with the token, no port, cookie or redirect."""
+"""Requests of the agent: the token only in one header, no cookies, no redirects, no open port."""
 
 import ast
 import functools
@@ -17,7 +17,7 @@ from foreshock.contract import wire
 from foreshock.monitor.transport.sender import SLOW_FAILURES
 
 
-def with_new_cookies(server: HostileServer, connection: socket.socket, body: bytes) -> None:
+def set_new_cookies(server: HostileServer, connection: socket.socket, body: bytes) -> None:
     batch = json.loads(body)
     number = len(server.batches)
     cookies = [f"Set-Cookie: c{number}-{i}={'v' * 3900}; Path=/" for i in range(5)]
@@ -30,15 +30,15 @@ def arrived(server: HostileServer, step: int) -> bool:
 
 
 @pytest.mark.promise("A28")
-def test_the_head_of_the_hundredth_request_is_as_long_as_the_first(caplog: pytest.LogCaptureFixture) -> None:
-    """And the training's log holds no line for a request, though the root logger passes all of INFO."""
+def test_request_headers_do_not_grow_and_requests_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has no line per request, although the root logger accepts INFO."""
     caplog.set_level(logging.INFO)
-    with hostile_server(with_new_cookies) as server:
-        to = started_sender(server.url)
+    with hostile_server(set_new_cookies) as server:
+        sender = started_sender(server.url)
         for step in range(1, 101):
-            send(to, step)
+            send(sender, step)
             eventually("its batch", functools.partial(arrived, server, step))
-        to.close(IN_ORDER_SECONDS)
+        sender.close(IN_ORDER_SECONDS)
     sizes = [len(head) for head in server.headers]
     assert len(sizes) >= 100
     assert max(sizes) - min(sizes) <= 4  # digits of the batch's length and of the process's age
@@ -57,35 +57,35 @@ def test_the_head_of_the_hundredth_request_is_as_long_as_the_first(caplog: pytes
     ],
 )
 @pytest.mark.promise("A28")
-def test_a_refusal_of_the_head_loses_no_batch(status: int, body: bytes, quick_retries: None) -> None:
+def test_rejected_request_headers_lose_no_batch(status: int, body: bytes, quick_retries: None) -> None:
     with hostile_server(answer(status, body=body)) as server:
-        to = started_sender(server.url)
-        send(to, 1)
+        sender = started_sender(server.url)
+        send(sender, 1)
         eventually("tries", lambda: len(server.batches) >= 3)
         server.behaviour = acknowledge
-        eventually("it is stored", lambda: not len(to._own))
-        to.close(IN_ORDER_SECONDS)
-    assert (steps_at(server), dict(to.dropped)) == ([1], {})
+        eventually("the batch is stored", lambda: not len(sender._own))
+        sender.close(IN_ORDER_SECONDS)
+    assert (steps_at(server), dict(sender.dropped)) == ([1], {})
 
 
 @pytest.mark.parametrize("location", ["data:,x", "http://a..b/", "http://xn--a/", "http://[", "\t", "http://a:99999/"])
 @pytest.mark.promise("A28")
-def test_a_redirect_to_anything_is_an_answer_and_no_fault(location: str, quick_retries: None) -> None:
+def test_redirects_are_not_followed_and_cause_no_fault(location: str, quick_retries: None) -> None:
     with hostile_server(answer(302, f"Location: {location}")) as server:
-        to = started_sender(server.url)
-        send(to, 1)
-        eventually("tries", lambda: to._failures >= SLOW_FAILURES + 4)
-        to.close(IN_ORDER_SECONDS)
-    assert (dict(to.faults), dict(to.dropped)) == ({}, {})
+        sender = started_sender(server.url)
+        send(sender, 1)
+        eventually("tries", lambda: sender._failures >= SLOW_FAILURES + 4)
+        sender.close(IN_ORDER_SECONDS)
+    assert (dict(sender.faults), dict(sender.dropped)) == ({}, {})
 
 
 @pytest.mark.promise("A16")
-def test_the_token_travels_in_one_header_and_is_never_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_token_is_only_in_the_authorization_header_and_never_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG), hostile_server(acknowledge) as server:
-        to = started_sender(server.url, token="very-secret-token")
-        send(to, 1)
+        sender = started_sender(server.url, token="very-secret-token")
+        send(sender, 1)
         eventually("a batch", lambda: server.batches)
-        to.close(2)
+        sender.close(2)
     [head] = server.headers
     assert [line for line in head.split("\r\n") if "very-secret-token" in line] == [
         "Authorization: Bearer very-secret-token"
@@ -96,21 +96,21 @@ def test_the_token_travels_in_one_header_and_is_never_logged(caplog: pytest.LogC
         *("content-type", "content-length", "authorization", wire.AGE_HEADER),
     }
     assert "very-secret-token" not in caplog.text
-    assert "very-secret-token" not in repr(to._config)
+    assert "very-secret-token" not in repr(sender._config)
 
 
 @pytest.mark.promise("A16")
 @pytest.mark.parametrize("trusted", [False, True])
-def test_a_certificate_that_nobody_vouches_for_or_of_another_host_is_refused(
+def test_untrusted_or_wrong_host_certificate_is_rejected(
     trusted: bool, quick_retries: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if trusted:  # it is that of hooks.example.com
+    if trusted:  # trusted, but for hooks.example.com
         monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
     with hostile_server(acknowledge, tls_of_hooks()) as server:
-        to = started_sender(server.url.replace("http:", "https:"))
-        send(to, 1)
-        eventually("two tries", lambda: to._failures >= 2)
-        to.close(1)
+        sender = started_sender(server.url.replace("http:", "https:"))
+        send(sender, 1)
+        eventually("two tries", lambda: sender._failures >= 2)
+        sender.close(1)
     assert server.batches == []
 
 
@@ -123,24 +123,26 @@ def sources() -> Iterator[tuple[str, ast.AST]]:
 
 @pytest.mark.promise("A13")
 @pytest.mark.promise("A16")
-def test_the_agent_opens_no_port_and_calls_no_collective_but_for_qk_clip() -> None:
-    asks = {"is_available", "is_initialized", "get_rank", "get_world_size"}
-    classes = {"FSDPModule", "DTensor"}  # to be recognised
-    of_qk_clip = {"all_reduce", "ReduceOp", "ProcessGroup", "group"}  # which is asked for by itself
-    more = {"qk_clip.py": of_qk_clip}
-    more |= {"checkpoints.py": {"distributed_c10d"}}  # the store of the processes, in which nobody waits for another
-    reached, asked = 0, 0
+def test_agent_opens_no_port_and_calls_no_collective_except_for_qk_clip() -> None:
+    queries = {"is_available", "is_initialized", "get_rank", "get_world_size"}
+    classes = {"FSDPModule", "DTensor"}  # only for isinstance checks
+    qk_clip_names = {"all_reduce", "ReduceOp", "ProcessGroup", "group"}  # QK-Clip is off by default
+    allowed_by_file = {"qk_clip.py": qk_clip_names}
+    allowed_by_file |= {"checkpoints.py": {"distributed_c10d"}}  # the key-value store, which does not block
+    references, checked = 0, 0
     for name, node in sources():
-        where = f"{name} line {getattr(node, 'lineno', 0)}"
+        place = f"{name} line {getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Attribute):
-            assert node.attr not in {"full_tensor", "redistribute", "unshard"}, f"{where} gathers a sharded tensor"
-            assert node.attr not in {"listen", "bind", "create_server", "start_server"}, f"{where} opens a port"
-            reached += node.attr == "distributed"
+            assert node.attr not in {"full_tensor", "redistribute", "unshard"}, f"{place} gathers a sharded tensor"
+            assert node.attr not in {"listen", "bind", "create_server", "start_server"}, f"{place} opens a port"
+            references += node.attr == "distributed"
             if isinstance(node.value, ast.Attribute) and node.value.attr == "distributed":
-                assert node.attr in asks | more.get(name, set()), f"{where} calls torch.distributed.{node.attr}"
-                asked += 1
+                assert node.attr in queries | allowed_by_file.get(name, set()), (
+                    f"{place} calls torch.distributed.{node.attr}"
+                )
+                checked += 1
         if isinstance(node, ast.Import):
-            assert not any("distributed" in a.name for a in node.names), f"{where} imports torch.distributed"
+            assert not any("distributed" in a.name for a in node.names), f"{place} imports torch.distributed"
         if isinstance(node, ast.ImportFrom) and "distributed" in str(node.module):
-            assert {a.name for a in node.names} <= classes, f"{where} imports from {node.module}"
-    assert reached == asked, "torch.distributed is handed on under another name"
+            assert {a.name for a in node.names} <= classes, f"{place} imports from {node.module}"
+    assert references == checked, "torch.distributed is used under another name"
