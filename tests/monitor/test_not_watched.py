@@ -290,6 +290,25 @@ def test_attention_that_is_added_or_replaced_after_attach_is_named_and_counted_a
     assert f"watched {1 if replaced else 2} of {2 if replaced else 3} attention layers" in agent.report().splitlines()
 
 
+@pytest.mark.promise("A24")
+@pytest.mark.parametrize("back", [False, True])
+def test_a_layer_whose_module_is_replaced_twice_counts_once_and_is_watched_again_if_its_own_module_returns(
+    back: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_gpt()
+    own = model.blocks[1]
+    with attach(model, **EVERY_STEP) as agent:
+        for step in range(8):
+            if step in (2, 5):
+                model.blocks[1] = own if back and step == 5 else CausalSelfAttention(16, 2)
+            train(agent, model, [step])
+    told = [r.getMessage() for r in caplog.records if "is not watched" in r.getMessage()]
+    assert len(told) == (1 if back else 2)
+    lines = agent.report().splitlines()
+    assert f"watched {2 if back else 1} of 2 attention layers" in lines
+    assert any(line.startswith("1 x not monitored: it was added after attach") for line in lines) is not back
+
+
 @pytest.mark.promise("A23")
 def test_the_norms_of_a_layer_are_unknown_while_another_module_stands_in_its_place() -> None:
     model = tiny_gpt()

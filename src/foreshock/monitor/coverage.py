@@ -30,7 +30,6 @@ class CoverageReport:
         self._silent_samples, self._warned_of_silence = 0, False
         self._layers: Final = attached.layers
         self._watched: Final = attached.watched
-        self._unwatched = attached.unwatched
         self._found: dict[str, str] = {}
         """Why attention that was found after attach is not watched, by name of its module."""
         self._last: npt.NDArray[np.int64] = np.full(len(self._layers), -1)
@@ -54,8 +53,14 @@ class CoverageReport:
         module."""
         for why, alike in itertools.groupby(sorted(found, key=found.__getitem__), found.__getitem__):
             logger.warning("foreshock: the attention of %s is not watched: %s", ", ".join(alike), why)
-        self._unwatched += len(found)
         self._found |= found
+
+    def _found_now(self) -> dict[str, str]:
+        """Return the attention that was found, without modules that a watched one has replaced again."""
+        there = {
+            layer.name for layer, layout in zip(self._layers, self._attached.layouts, strict=True) if not layout.gone
+        }
+        return {name: why for name, why in self._found.items() if name not in there}
 
     @property
     def table_is_stale(self) -> bool:
@@ -97,8 +102,9 @@ class CoverageReport:
         """Return the state of each layer as a word, then the names of other attention that was found."""
         stopped = self._missed >= _STOPPED * self._patience
         states = np.where(self._last < 0, "never", np.where(stopped, "stopped", "counts")).astype(object)
-        states[[layer.name in self._found for layer in self._layers]] = "replaced"
-        return [*states.tolist(), *self._found]
+        found = self._found_now()
+        states[[layer.name in found for layer in self._layers]] = "replaced"
+        return [*states.tolist(), *found]
 
     @property
     def _patience(self) -> int:
@@ -189,7 +195,7 @@ class CoverageReport:
         if not self._samples:
             return ""
         groups: dict[str, list[str]] = {}
-        states = self._states()
+        states, found = self._states(), self._found_now()
         for number, layer in enumerate(self._layers):
             how = self._attached.how_computed(number)
             if states[number] == "replaced":
@@ -199,10 +205,10 @@ class CoverageReport:
             elif states[number] == "stopped":
                 how = f"{how}; it counted nothing since step {self._last[number]}"
             groups.setdefault(how, []).append(layer.name)
-        for name, why in self._found.items():
+        for name, why in found.items():
             groups.setdefault(f"not monitored: {why}", []).append(name or "the model")
         lines = [f"{len(names)} x {how} ({listed(names)})" for how, names in groups.items()]
-        every = len(self._layers) - states.count("replaced") + self._unwatched
+        every = len(self._layers) - states.count("replaced") + self._attached.unwatched + len(found)
         if not every:
             return ""
         lines += self._attached.what_a_switch_meets()

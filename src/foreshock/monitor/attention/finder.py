@@ -135,7 +135,7 @@ class UnwatchedAttentionFinder:
         return {
             each.name: again if each.problem is None else each.problem
             for each in find_attention(model, self._given_heads)
-            if id(each.module) not in before
+            if id(each.module) not in before and all(each.module is not watched for watched, _ in self._layouts)
         }
 
     def _registered(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
