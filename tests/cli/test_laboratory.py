@@ -12,7 +12,7 @@ from rich.console import Console
 from tests.cli.typed import TRACE, foreshock
 
 from foreshock.cli.output import cell
-from foreshock.cli.research import scores
+from foreshock.cli.research.lab import print_scores
 from foreshock.lab.scoring.synthetic import Row
 from foreshock.server.testing import LiveService
 
@@ -68,7 +68,7 @@ def test_replay_validates_the_trace_before_starting_a_service(
 def test_score_tables_match_the_report_at_any_terminal_width(width: int, tmp_path: Path) -> None:
     traces, out = [TRACE.with_name("key-bias_fa2_batch32.trace.xz"), TRACE], StringIO()
     console = Console(file=out, width=width, force_terminal=False)
-    scores.score(traces, console, report=tmp_path / "report.json")
+    print_scores(traces, console, report=tmp_path / "report.json")
     report = json.loads((tmp_path / "report.json").read_text())
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
     assert [trace["first_warning_step"] is None for trace in report["traces"]] == [False, True]

@@ -177,7 +177,7 @@ def contenders(shape: Shape) -> dict[str, Contender]:
     }
 
 
-def modes_beside_plain(shape: Shape, device: str = "cuda") -> dict[str, Contender]:
+def modes_beside_plain(shape: Shape, device: str) -> dict[str, Contender]:
     """Return attention with plain heads and with each mode, with statistics of all rows, and cuDNN."""
     ours = {name: foreshock(shape, mode, device) for name, mode in {_PLAIN_HEADS: Mode.PLAIN, **_MODES}.items()}
     return {**ours, "sdpa_cudnn": sdpa(shape, SDPBackend.CUDNN_ATTENTION)}
@@ -187,8 +187,8 @@ def timed(
     shape: Shape,
     stopwatch: Stopwatch,
     found: Mapping[str, Contender],
-    which_passes: Iterable[str] = PASSES,
-    device: str = "cuda",
+    which_passes: Iterable[str],
+    device: str,
 ) -> list[Cell]:
     """Time one shape and return a cell per pass. A contender that fails has None; its error is printed on stderr."""
     generator = torch.Generator(device).manual_seed(0)

@@ -1,11 +1,16 @@
 """`foreshock lab`: the failure laboratory."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
+from pydantic_core import to_json
+from rich.console import Console
 
 from foreshock.cli.errors import Commands
+from foreshock.cli.output import console, print_whole, table_of
 
 lab = typer.Typer(
     cls=Commands,
@@ -40,7 +45,6 @@ def lab_run(
     Under torchrun the processes split each batch, whose size stays that of the recipe:
     torchrun --nproc-per-node 8 -m foreshock lab run ...
     """
-    from foreshock.cli.output import console
     from foreshock.lab.training.long_run import LongRun
     from foreshock.lab.training.ranks import launched
     from foreshock.lab.training.recipes import find_recipe
@@ -87,7 +91,6 @@ def lab_corpus(
 
     `folders` without --folder shows the existing dataset.
     """
-    from foreshock.cli.output import console
     from foreshock.lab import texts
 
     if text not in texts.VOCABULARIES:
@@ -112,12 +115,46 @@ def lab_score(
 
     To measure loss degradation, also pass the float32 control of each run (same recipe and seed, variant "control").
     """
-    from foreshock.cli.output import console
-    from foreshock.cli.research import scores
-
     if synthetic == bool(traces):
         raise typer.BadParameter("give recorded runs, or --synthetic")
-    if synthetic:
-        scores.score_synthetic(console(), report=report)
+    if traces:
+        print_scores(traces, console(), report=report)
     else:
-        scores.score(traces or [], console(), report=report)
+        _print_synthetic(console(), report=report)
+
+
+_OF_A_RUN: Final = (
+    *("trace", "truth", "steps", "first_warning_step", "layer", "head", "signal", "cause", "forecast_steps"),
+    *("dangerous_step", "harm_step"),
+)
+"""Columns of the table of runs; docs/scoring.md explains those of all tables."""
+
+
+def print_scores(traces: Sequence[Path], out: Console, *, report: Path | None) -> None:
+    """Score recorded runs, and print tables of runs, monitors, healthy runs, causes and forecasts."""
+    from foreshock.lab.scoring.score import lab_score
+
+    scores, result = lab_score(traces, report=report)
+    _show(out, "Runs", [{name: getattr(each, name) for name in _OF_A_RUN} for each in scores])
+    _show(out, "Monitors", result["table"])
+    _show(out, "Healthy runs", result["healthy"])
+    _show(out, "Observed runs that were first warned about as rounding", [result["precision"]])
+    _show(out, "Heads that a first warning forecast, and that came to 512", [result["forecasts"]])
+    if report is not None:
+        out.print(f"report: {report}")
+
+
+def _print_synthetic(out: Console, *, report: Path | None) -> None:
+    from foreshock.lab.scoring.synthetic import score_synthetic
+
+    rows = list(score_synthetic())
+    _show(out, "Made-up runs, of which nothing was trained", list(map(asdict, rows)))
+    if report is not None:
+        report.write_bytes(to_json(rows, indent=1) + b"\n")
+        out.print(f"report: {report}")
+
+
+def _show(out: Console, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    out.print(f"[bold]{title}[/bold]")
+    print_whole(table_of(rows), out)
+    out.print()

@@ -18,9 +18,9 @@ _EVEN: Final = 1e-9
 
 
 @np.errstate(all="ignore")
-def courses(growth: Growth, heads: npt.NDArray[np.int64], dangerous: float = DANGEROUS_SCORE) -> Floats:
-    """Return the steps, at the current learning rate, until these heads reach a `dangerous` score if they continue as
-    they do now, [len(heads)]: inf if they level off first, NaN if the score is unknown. The shorter of the courses of
+def courses(growth: Growth, heads: npt.NDArray[np.int64]) -> Floats:
+    """Return the steps, at the current learning rate, until these heads reach DANGEROUS_SCORE if they continue as they
+    do now, [len(heads)]: inf if they level off first, NaN if the score is unknown. The shorter of the courses of
     offset and score counts.
 
     Weights move in proportion to the learning rate, so past steps are weighted by their learning rates.
@@ -28,7 +28,7 @@ def courses(growth: Growth, heads: npt.NDArray[np.int64], dangerous: float = DAN
     start, middle, reached = (part.take(heads, axis=1) for part in (growth.start, growth.middle, growth.end))
     error = growth.error((slice(None), heads))
     offset, score = np.abs(reached[0]), reached[1]  # the score moves by the same amount as the offset
-    target = np.array([offset + dangerous - score, np.full(len(heads), dangerous)])
+    target = np.array([offset + DANGEROUS_SCORE - score, np.full(len(heads), DANGEROUS_SCORE)])
     sign = np.copysign(1.0, reached)
     start, middle, end = (sign * part for part in (start, middle, reached))
     half = (growth.older + growth.newer) / 2
@@ -36,7 +36,7 @@ def courses(growth: Growth, heads: npt.NDArray[np.int64], dangerous: float = DAN
     steps = half * halves_until(target, even - (middle - start) * (half / growth.older), even, end, error)
     goes_on = (end > middle) & ((end - start) / (math.sqrt(2.0) * error) >= 2.0) & (steps < math.inf)
     found: Floats = np.where(goes_on, steps, math.inf).min(axis=0)
-    found[score >= dangerous] = 0.0
+    found[score >= DANGEROUS_SCORE] = 0.0
     found[~np.isfinite(score)] = math.nan
     return found
 
