@@ -147,7 +147,7 @@ class Agent:
         config = self.config
         self._attached = attached
         self._undo: Callable[[], None] | None = attached.leave
-        self._heads = wire.head_refs(attached.layers)
+        self._heads = attached.heads
         self._switchboard = Switchboard(self._heads, attached.modes, self._new_id)
         self._switchboard.on_change = attached.follow
         self._switchboard.why_refused = attached.refusal

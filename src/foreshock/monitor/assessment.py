@@ -173,7 +173,7 @@ def _checked(device: str, watched: Sequence[Found], dtype: torch.dtype) -> list[
 
 def _wrong(words: Words, agent: Any) -> list[str]:
     """Return lines about layers whose native attention computed wrong rows in a sample."""
-    found = wrong_rows(words, wire.head_refs(agent._attached.layers), step=1).values()
+    found = wrong_rows(words, agent._attached.heads, step=1).values()
     return [f"Wrong attention: {agent._attached.with_library(verdict).sentence}" for verdict in found]
 
 

@@ -79,9 +79,10 @@ class AttachedModel:
         self._own = "kernel" if device.type == "cuda" and settings.numerics in ("auto", "kernel") else "reference"
         """Which of foreshock's implementations computes attention on this device, in the terms of `Started`."""
         self._keeps = settings.attention != "kernels"
-        self._every_steps = settings.stride
         self.layers: Final = self._described(watched)
         """Layers as announced, without properties that only calls show."""
+        self.heads: Final = wire.head_refs(self.layers)
+        """The (layer, head) of every row of `state` and `modes`, in global numbers."""
         self.faults: Counter[str] = Counter()
         """Counter of the probe's contained errors; the agent replaces it with its own."""
         self.last_measured = self._samples = 0
@@ -211,7 +212,7 @@ class AttachedModel:
             layout.locate()
         numerics, layouts = self._settings.numerics, [layout.describe() for layout in self.layouts]
         now = "native attention, sampled" if self._keeps else self._own
-        measured = f"every {self._every_steps} steps {self.sampling.rows} rows of every head are measured"
+        measured = f"every {self.sampling.every_steps} steps {self.sampling.rows} rows of every head are measured"
         how = f"the model's own attention runs unchanged; {measured}"
         if not self._keeps:
             how = f"foreshock's kernels compute the attention; in calls that they do not support {measured}"
@@ -283,8 +284,8 @@ class AttachedModel:
             self.last_measured = step
             self._samples += 1
         # Measure the last step of each sample; if step numbers skip it unexpectedly, measure after as many steps.
-        due = passes(step, next_step, self._every_steps) or next_step - self.last_measured >= self._every_steps
-        due = due or step < watch_until
+        every = self.sampling.every_steps
+        due = passes(step, next_step, every) or next_step - self.last_measured >= every or step < watch_until
         self.sampling.due = due and not self.sampling.fault
         self.sampling.gradients = self._samples % GRADIENTS_EVERY == 0
         self._name_what_a_captured_step_hides(step)

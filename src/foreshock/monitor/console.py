@@ -42,7 +42,6 @@ class ConsoleReporter:
         """Open incidents, by their set of related causes."""
         self._switched: defaultdict[str, set[wire.HeadRef]] = defaultdict(set)
         """Heads that warnings switched, or proposed to switch, by outcome."""
-        self._clip: str | None = None
 
     def lines_for(
         self,
@@ -53,7 +52,6 @@ class ConsoleReporter:
     ) -> list[str]:
         """Return the log lines for these verdicts. modes: returns the mode of every switched head; clip: the present
         `Started.qk_clip`; page: text at the end of a warning."""
-        self._clip = clip
         for verdict in verdicts:
             if verdict.severity != "info":
                 self._take(verdict)
@@ -63,12 +61,12 @@ class ConsoleReporter:
             if not own.active:
                 del self._open[causes]
                 if own.warned:  # otherwise all its warnings got another cause
-                    lines.append(f"foreshock: {self._of(own, modes).sentence}")
+                    lines.append(f"foreshock: {self._incident(own, modes, clip).sentence}")
                 continue
             causes_now = {cause_of(one.verdict) for one in own.warned.values() if one.verdict.id in own.active}
             if now > own.reported or now[1] > own.reported[1] or not causes_now <= own.causes:
                 own.reported, own.causes = max(now, own.reported), own.causes | causes_now
-                incident = self._of(own, modes)
+                incident = self._incident(own, modes, clip)
                 word = "critical" if own.critical else "warning"
                 lines.append(f"foreshock: {word}: {incident.sentence} {incident.done} To do: {incident.to_do}{page}")
         return lines
@@ -126,9 +124,7 @@ class ConsoleReporter:
         (own.active.discard if verdict.state == "cleared" else own.active.add)(verdict.id)
         own.critical |= verdict.severity == "critical" and verdict.state != "cleared"
 
-    def _of(self, own: _Open, modes: Callable[[], Mapping[wire.HeadRef, str]]) -> Incident:
+    def _incident(self, own: _Open, modes: Callable[[], Mapping[wire.HeadRef, str]], clip: str | None) -> Incident:
         config = self._config
-        context = RunContext(
-            config.mitigation, modes(), policy=config.policy, scope=config.switch_scope, clip=self._clip
-        )
+        context = RunContext(config.mitigation, modes(), policy=config.policy, scope=config.switch_scope, clip=clip)
         return incidents(own.warned.values(), context)[0]

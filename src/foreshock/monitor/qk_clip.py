@@ -365,8 +365,6 @@ class Clipping:
         self._guard: Final = guard
         self._new_id: Final = new_id
         self._emit: Final = emit
-        self._watched: Final[Sequence[WatchedLayer]] = attached.watched
-        self._heads: Final = wire.head_refs(attached.layers)
         self._asked = config.qk_clip != "never"
         self._held = False
         self._over = ""
@@ -422,7 +420,7 @@ class Clipping:
         # several processes must begin in the same step
         if self._over or (not self._ready and group_of_replicas(self._group) is not None):
             return None
-        if len(self._refused()) == len(self._watched):
+        if len(self._refused()) == len(self._attached.watched):
             return None
         return "warned" if self._config.qk_clip == "warned" else "never"
 
@@ -465,7 +463,7 @@ class Clipping:
         """
         attached, clip = self._attached, self._clip
         scales = self.on or clip.group is not None
-        both = list(zip(self._watched, attached.layouts, strict=True))
+        both = list(zip(self._attached.watched, attached.layouts, strict=True))
         how = [
             (layer.sampled, attached.why_not_in_full(layer), len(layer.unmeasured), layout.describe())
             for layer, layout in both
@@ -476,7 +474,7 @@ class Clipping:
             if not scales:
                 clip.refused = refusals(attached.layers, projections, attached.state.device)
                 return clip.refused
-            clip.find(projections, [layer.sampled for layer in self._watched])
+            clip.find(projections, [layer.sampled for layer in self._attached.watched])
             if clip.refused and clip.refused != self._left_out:
                 self._left_out = clip.refused
                 logger.warning("foreshock: QK-Clip does not scale %s", "; ".join(self._by_reason()))
@@ -551,7 +549,7 @@ class Clipping:
             return
         self._last_step = counted.step
         for row in np.flatnonzero(counted.norms["clipped_steps"]).tolist():
-            head, times = self._heads[row], int(counted.norms["clipped_steps"][row])
+            head, times = self._attached.heads[row], int(counted.norms["clipped_steps"][row])
             factor = float(counted.norms["clip_factor"][row])
             for scaled in (self._done, self._unreported):
                 before, smallest = scaled.get(head, (0, 1.0))
