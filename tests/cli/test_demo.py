@@ -9,7 +9,7 @@ import httpx
 import pytest
 from rich.console import Console
 from tests.cli.typed import foreshock
-from tests.lab.looking import Looking
+from tests.lab.page_console import PageConsole
 
 from foreshock.cli import demo
 from foreshock.lab.shown.story import LEFT_ALONE, NAMES, SWITCHED, recordings
@@ -28,7 +28,7 @@ app(sys.argv[1:])
 
 @pytest.mark.full
 def test_demo_shows_every_completed_run_and_prints_key_events() -> None:
-    terminal = Looking("Left alone, the loss of")
+    terminal = PageConsole("Left alone, the loss of")
     story = demo.play(Console(file=terminal, width=200), port=0, steps_per_second=None)
     text = terminal.getvalue()
     for name in NAMES:

@@ -1,4 +1,4 @@
-"""Recorded runs, and short ones that a test writes."""
+"""Recorded runs, and short traces written by tests."""
 
 import gzip
 import json

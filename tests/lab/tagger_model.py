@@ -1,4 +1,4 @@
-"""A model of somebody else, its weights healthy or not, diagnosed by the command; and ways to write it wrong."""
+"""A small model that `foreshock diagnose` examines, with healthy or faulty weights, and faulty factories."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Tagger(nn.Module):
-    """An encoder whose embedding is its last layer too."""
+    """An encoder whose output layer shares the weight of its embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def in_float32(checkpoint: str) -> tuple[nn.Module, Callable[[], Tensor]]:
 
 
 def weights(**changes: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Healthy weights of a tagger, some of them changed; dots of their names are written as double underscores."""
+    """Healthy weights of a tagger with changes; write the dots of weight names as double underscores."""
     state = {name: tensor.clone() for name, tensor in tagger()[0].state_dict().items()}
     for name, change in changes.items():
         state[name.replace("__", ".")] = change(state[name.replace("__", ".")])
@@ -69,7 +69,7 @@ def weights(**changes: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
 
 
 def key_bias(nats: float) -> dict[str, Tensor]:
-    """Keys and queries of layer 1 head 2 share a direction by their biases: all its scores move by about `nats`."""
+    """The biases of keys and queries in layer 1 head 2 share a direction, which moves all scores by about `nats`."""
     dim = WIDTH // HEADS
     size = (nats / dim**0.5) ** 0.5
     places = (slice(2 * dim, 3 * dim), slice(WIDTH + 2 * dim, WIDTH + 3 * dim))
@@ -82,7 +82,7 @@ def key_bias(nats: float) -> dict[str, Tensor]:
     return weights(blocks__1__qkv__bias=biased)
 
 
-def diagnosed(tmp_path: Path, *states: object, build: str = "tagger") -> Result:
+def run_diagnose(tmp_path: Path, *states: object, build: str = "tagger") -> Result:
     words = ["diagnose", f"{__name__}:{build}", "--batches", "2"]
     for number, state in enumerate(states):
         torch.save(state, path := tmp_path / f"state{number}.pt")
@@ -90,30 +90,30 @@ def diagnosed(tmp_path: Path, *states: object, build: str = "tagger") -> Result:
     return foreshock(*words)
 
 
-def fails() -> None:
+def factory_fails() -> None:
     raise RuntimeError("the data are not mounted")
 
 
-def gives_nothing() -> None:
+def returns_none() -> None:
     return None
 
 
-def gives_a_number() -> tuple[nn.Module, Callable[[], object]]:
+def loss_returns_float() -> tuple[nn.Module, Callable[[], object]]:
     model, loss = tagger()
     return model, lambda: loss().item()
 
 
-def gives_many_losses() -> tuple[nn.Module, Callable[[], Tensor]]:
+def loss_returns_many_values() -> tuple[nn.Module, Callable[[], Tensor]]:
     model, _ = tagger()
     return model, lambda: model(torch.arange(20)[None])
 
 
-def without_a_graph() -> tuple[nn.Module, Callable[[], Tensor]]:
+def loss_without_graph() -> tuple[nn.Module, Callable[[], Tensor]]:
     model, loss = tagger()
     return model, torch.no_grad()(loss)
 
 
-def with_one_batch() -> tuple[nn.Module, Callable[[], Tensor]]:
+def only_one_batch() -> tuple[nn.Module, Callable[[], Tensor]]:
     model, loss = tagger()
-    left = iter([loss])
-    return model, lambda: next(left)()
+    losses = iter([loss])
+    return model, lambda: next(losses)()

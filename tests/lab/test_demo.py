@@ -1,4 +1,4 @@
-"""The trained demo: what it trains, and all of it once on a tiny model, with its runs on a real service."""
+"""The trained demo, on a tiny model and with a real service."""
 
 import io
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from tests.lab.looking import Looking
+from tests.lab.page_console import PageConsole
 from torch import Tensor
 
 from foreshock.lab import demo
@@ -24,33 +24,33 @@ TINY = replace(
 
 
 @pytest.mark.full
-def test_the_whole_demo_trains_all_three_on_one_page(capfd: pytest.CaptureFixture[str]) -> None:
-    said = Looking("All three have ended")
-    demo.main(Console(file=said, width=200), seed=6, port=0, recipe=TINY)
-    stamps = {run.split("-", 2)[1] for run in said.seen}
-    assert [run.split("-", 2)[2] for run in said.seen] == ["baseline", "rescued", "no-key-bias"]
+def test_demo_trains_three_runs_and_shows_them_on_one_page(capfd: pytest.CaptureFixture[str]) -> None:
+    console = PageConsole("All three have ended")
+    demo.main(Console(file=console, width=200), seed=6, port=0, recipe=TINY)
+    stamps = {run.split("-", 2)[1] for run in console.seen}
+    assert [run.split("-", 2)[2] for run in console.seen] == ["baseline", "rescued", "no-key-bias"]
     assert len(stamps) == 1
-    for seen in said.seen.values():
+    for seen in console.seen.values():
         assert (seen["last_step"], seen["status"]) == (TINY.steps, "completed")
-    assert "from seed 6" in said.getvalue()
+    assert "from seed 6" in console.getvalue()
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_training_whose_time_runs_out_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_stops_at_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     steps: list[int] = []
 
-    def counted(training: Training, advance: Callable[[Training], Tensor] = Training.advance) -> Tensor:
+    def record_step(training: Training, advance: Callable[[Training], Tensor] = Training.advance) -> Tensor:
         steps.append(training.step)
         return advance(training)
 
-    monkeypatch.setattr(Training, "advance", counted)
+    monkeypatch.setattr(Training, "advance", record_step)
     demo._train(replace(TINY, steps=10**9), SHOWN["baseline"], 6, "ends", "http://127.0.0.1:9", seconds=0.0)
     assert steps == [0, 1]
 
 
 @pytest.mark.full
-def test_a_demo_whose_training_fails_says_which(
+def test_demo_names_the_training_that_failed(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "SHOWN", {"rescued": SHOWN["rescued"]})  # each process imports PyTorch

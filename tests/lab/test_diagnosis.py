@@ -1,4 +1,4 @@
-"""`foreshock diagnose` on models, checkpoints and recordings: it finds the fault with its place, and nothing else."""
+"""`foreshock diagnose` finds faults of models, checkpoints and recordings with their location, and nothing else."""
 
 import json
 import math
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.cli.typed import TRACE, foreshock
-from tests.lab.patients import Attention, left_padded
-from tests.lab.tagger_model import diagnosed, key_bias, weights
+from tests.lab.diagnosed_models import Attention, left_padded
+from tests.lab.tagger_model import key_bias, run_diagnose, weights
 
 from foreshock.contract.metrics.catalog import read
 from foreshock.kernels.flash_attention import flash_attention
@@ -30,48 +30,49 @@ FAILS = TRACE.with_name("key-bias_fa2_batch32.trace.xz")
 
 _ATTENTION = "first in the forward: the output of the attention of layer"
 _GRADIENT = "first in the backward, the gradient of model.layers"
-FOUND = {
+FINDINGS = {
     "eager_overflows": rf"{_ATTENTION} 1 \(model.layers.1.self_attn\), head 2 of 4, is not .*: "
     r"query times key reaches 90\d\d\d before the scale, and float16 ends at 65504",
-    "rows_without_a_key": rf"{_ATTENTION} 0 \(model.layers.0.self_attn\), all 4 heads, .*: these rows see no key",
+    "rows_without_keys": rf"{_ATTENTION} 0 \(model.layers.0.self_attn\), all 4 heads, .*: these rows see no key",
     "overflowing_mlp": r"in the forward, after the attention of layer 1: what enters model.layers.1.mlp.down_proj is",
-    "hurt_keys": rf"{_GRADIENT}.2.self_attn.k_proj.weight is not finite",
-    "hurt_frozen": rf"{_GRADIENT}.1.mlp",
-    "hurt_queries": r"in the backward, in the attention of layer 2 \(3, head 1 of 2: the gradient of its query is not",
+    "nan_key_gradient": rf"{_GRADIENT}.2.self_attn.k_proj.weight is not finite",
+    "nan_gradient_in_frozen_model": rf"{_GRADIENT}.1.mlp",
+    "nan_query_gradient": r"in the backward, in the attention of layer 2 \(3, head 1 of 2: "
+    "the gradient of its query is not",
     "left_padded": r"48 of 144 rows of layer 0 head 0 see no key, and so in 3 of 3 layers",
     "large_scores": r"layer 1 head 2 moved as a whole, by \+22\d\d\d.\d nats. .* score of 22\d\d\d by 17\d nats",
     "peaked": r"Attention is nearly one-hot in 12 of 12 heads: their entropy is 0.\d\d nats",
     "attention_with_weights": r"in the forward, before any attention: what enters out is not finite",
-    "by_hand": r"was not judged: none of its layers was measured.*\n.*it computes its attention by hand",
+    "manual_attention": r"was not judged: none of its layers was measured.*\n.*it computes its attention by hand",
 }
 
 
-@pytest.mark.parametrize("build", FOUND)
-def test_what_is_wrong_with_a_model_is_found_with_its_place(build: str) -> None:
-    said = foreshock("diagnose", f"tests.lab.patients:{build}", "--batches", "2")
-    assert said.exit_code == 0, said.output
-    assert re.search(FOUND[build], said.output), said.output
+@pytest.mark.parametrize("build", FINDINGS)
+def test_fault_of_a_model_is_found_with_its_location(build: str) -> None:
+    result = foreshock("diagnose", f"tests.lab.diagnosed_models:{build}", "--batches", "2")
+    assert result.exit_code == 0, result.output
+    assert re.search(FINDINGS[build], result.output), result.output
 
 
 @pytest.mark.parametrize("build", ["eager", "checkpointed"])
-def test_a_sound_model_has_no_finding_and_all_its_heads_are_judged(build: str) -> None:
-    said = foreshock("diagnose", f"tests.lab.patients:{build}", "--batches", "2")
-    assert said.exit_code == 0, said.output
-    assert said.output.startswith("Verdict: Not this rounding: no head has large scores"), said.output
-    assert "of 12 heads in 3 layers" in said.output
-    assert "Also" not in said.output
-    assert "Note" not in said.output
+def test_healthy_model_has_no_finding_and_all_heads_are_judged(build: str) -> None:
+    result = foreshock("diagnose", f"tests.lab.diagnosed_models:{build}", "--batches", "2")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("Verdict: Not this rounding: no head has large scores"), result.output
+    assert "of 12 heads in 3 layers" in result.output
+    assert "Also" not in result.output
+    assert "Note" not in result.output
 
 
-def test_layers_of_adapters_under_a_mask_are_judged_like_any_other() -> None:
-    examined = of_factory("tests.lab.patients:adapted", None, 2)
+def test_lora_layers_with_a_mask_are_judged() -> None:
+    examined = of_factory("tests.lab.diagnosed_models:adapted", None, 2)
     assert [(head.layer, head.head) for head in examined.heads] == [
         (layer, head) for layer in range(3) for head in range(4)
     ]
     assert all({"offset", "shift", "largest", "output error"} <= head.cells.keys() for head in examined.heads)
 
 
-def test_a_diagnosis_changes_neither_weights_nor_buffers() -> None:
+def test_diagnosis_does_not_change_weights_or_buffers() -> None:
     model, loss = left_padded()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with attach(model, url=None, spool_directory=None, quiet=True) as agent:
@@ -79,7 +80,7 @@ def test_a_diagnosis_changes_neither_weights_nor_buffers() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_what_is_measured_of_a_call_is_what_the_agent_counts() -> None:
+def test_diagnosis_measures_the_same_statistics_as_the_agent() -> None:
     torch.manual_seed(0)
     attention, x = Attention(), torch.randn(2, 12, 16)
     settings = {"attention": "kernels", "numerics": "kernel", "quiet": True, "url": None, "spool_directory": None}
@@ -99,27 +100,27 @@ def test_what_is_measured_of_a_call_is_what_the_agent_counts() -> None:
         assert 0 < cells["output error"] < 0.02
 
 
-# Checkpoints of one's own model
+# Checkpoints of a user's model
 
 
 VERDICTS: dict[str, tuple[list[dict[str, torch.Tensor]], str]] = {
-    "a healthy one": ([weights()], "Not this rounding: no head has large scores"),
-    "one with a head whose scores moved as a whole": (
+    "healthy": ([weights()], "Not this rounding: no head has large scores"),
+    "one shifted head": (
         [key_bias(60.0)],
         "Attention, with the mark of this rounding: the scores of layer 1 head 2 moved as a whole, by +",
     ),
-    "two between which the shift grew": ([key_bias(20.0), key_bias(60.0)], "Attention, most likely this rounding"),
-    "two between which it did not": ([key_bias(60.0)] * 2, "Attention is shifted, but the shift does not grow"),
-    "three of which the last is back": ([*map(key_bias, (20.0, 60.0, 20.0))], "It grew and is back"),
-    "one whose scores grew apart": (
+    "shift grows": ([key_bias(20.0), key_bias(60.0)], "Attention, most likely this rounding"),
+    "shift does not grow": ([key_bias(60.0)] * 2, "Attention is shifted, but the shift does not grow"),
+    "shift grows and goes back": ([*map(key_bias, (20.0, 60.0, 20.0))], "It grew and is back"),
+    "score growth": (
         [weights(blocks__0__qkv__weight=lambda weight: weight * 60)],
         "something else than this rounding: scores of layer 0 head",
     ),
-    "one with weights that are not finite": (
+    "weights not finite": (
         [weights(blocks__1__qkv__weight=lambda weight: weight.fill_(math.nan))],
         "1 of its parameters hold values that are not finite: blocks.1.qkv.weight.",
     ),
-    "one with finite weights that overflow": (
+    "finite weights that overflow": (
         [weights(blocks__0__out__weight=lambda weight: weight.fill_(3e38))],
         "first in the forward, after the attention of layer 0: ",
     ),
@@ -127,18 +128,18 @@ VERDICTS: dict[str, tuple[list[dict[str, torch.Tensor]], str]] = {
 
 
 @pytest.mark.parametrize("checkpoints", VERDICTS)
-def test_the_verdict_on_checkpoints_fits_what_was_done_to_their_weights(checkpoints: str, tmp_path: Path) -> None:
+def test_verdict_on_checkpoints_matches_the_change_of_their_weights(checkpoints: str, tmp_path: Path) -> None:
     states, sentence = VERDICTS[checkpoints]
-    said = diagnosed(tmp_path, *states)
-    assert said.exit_code == 0, said.output
-    assert sentence in said.output
+    result = run_diagnose(tmp_path, *states)
+    assert result.exit_code == 0, result.output
+    assert sentence in result.output
     switches = any(words in sentence for words in ("mark of this rounding", "most likely", "is back"))
-    assert ('agent.set_mode(agent.modes(), "row_corrected"' in said.output) is switches
-    assert ("A switch of numerics would not help" in said.output) is ("something else" in sentence)
+    assert ('agent.set_mode(agent.modes(), "row_corrected"' in result.output) is switches
+    assert ("A switch of numerics would not help" in result.output) is ("something else" in sentence)
 
 
-def test_a_shift_in_attention_that_runs_in_float32_is_not_called_this_rounding(tmp_path: Path) -> None:
-    assert "not by this rounding, because it ran in float32 here" in diagnosed(
+def test_shift_in_float32_attention_is_not_attributed_to_rounding(tmp_path: Path) -> None:
+    assert "not by this rounding, because it ran in float32 here" in run_diagnose(
         tmp_path, key_bias(60.0), build="in_float32"
     ).output.replace("\n", " ")
 
@@ -147,64 +148,62 @@ def test_a_shift_in_attention_that_runs_in_float32_is_not_called_this_rounding(t
     ("build", "sentence"),
     [
         (
-            "fails",
-            "tagger_model:fails() failed with RuntimeError: the data are not mounted (tagger_model.py, line",
+            "factory_fails",
+            "tagger_model:factory_fails() failed with RuntimeError: the data are not mounted (tagger_model.py, line",
         ),
-        ("gives_nothing", "must return (model, loss), where loss() returns"),
-        ("gives_a_number", "loss() must return a tensor of one number that requires grad, but returned a float"),
-        ("gives_many_losses", "that requires grad, but returned one of shape [1, 20, 40]"),
-        ("without_a_graph", "that requires grad, but returned one of shape []"),
-        ("with_one_batch", "batch 2 of 2 failed with StopIteration"),
+        ("returns_none", "must return (model, loss), where loss() returns"),
+        ("loss_returns_float", "loss() must return a tensor of one number that requires grad, but returned a float"),
+        ("loss_returns_many_values", "that requires grad, but returned one of shape [1, 20, 40]"),
+        ("loss_without_graph", "that requires grad, but returned one of shape []"),
+        ("only_one_batch", "batch 2 of 2 failed with StopIteration"),
         ("nowhere", "tagger_model has no callable 'nowhere'"),
     ],
 )
-def test_what_is_wrong_in_a_persons_own_code_is_a_sentence_that_names_the_place(
-    build: str, sentence: str, tmp_path: Path
-) -> None:
-    said = diagnosed(tmp_path, build=build)
-    assert said.exit_code == 1
-    assert sentence in said.stderr
+def test_error_in_user_code_is_reported_with_its_location(build: str, sentence: str, tmp_path: Path) -> None:
+    result = run_diagnose(tmp_path, build=build)
+    assert result.exit_code == 1
+    assert sentence in result.stderr
 
 
-def test_weights_of_another_model_are_a_sentence_with_what_does_not_fit(tmp_path: Path) -> None:
-    said = diagnosed(tmp_path, weights(blocks__0__norm__bias=lambda bias: bias[:5]))
-    assert said.exit_code == 1
-    assert "state0.pt) failed with RuntimeError" in said.stderr
-    assert "size mismatch for blocks.0.norm.bias" in said.stderr
+def test_checkpoint_of_another_model_is_rejected_with_the_size_mismatch(tmp_path: Path) -> None:
+    result = run_diagnose(tmp_path, weights(blocks__0__norm__bias=lambda bias: bias[:5]))
+    assert result.exit_code == 1
+    assert "state0.pt) failed with RuntimeError" in result.stderr
+    assert "size mismatch for blocks.0.norm.bias" in result.stderr
 
 
-def test_a_module_that_does_not_exist_is_a_sentence() -> None:
+def test_missing_module_is_reported() -> None:
     for command in ("diagnose", "doctor"):
-        said = foreshock(command, "no_such_module:build")
-        assert said.exit_code == 1
-        assert "the module no_such_module of no_such_module:build failed" in said.stderr
+        result = foreshock(command, "no_such_module:build")
+        assert result.exit_code == 1
+        assert "the module no_such_module of no_such_module:build failed" in result.stderr
 
 
 # Recordings
 
 
-def test_a_failing_trace_is_diagnosed_with_its_head_in_the_report(tmp_path: Path) -> None:
+def test_failing_trace_is_diagnosed_with_its_head_in_the_report(tmp_path: Path) -> None:
     report = tmp_path / "d.json"
-    said = foreshock("diagnose", str(FAILS), "--json", str(report))
-    assert said.exit_code == 0, said.output
+    result = foreshock("diagnose", str(FAILS), "--json", str(report))
+    assert result.exit_code == 0, result.output
     for words in ("warned at step", "foreshock switch RUN --mode row_corrected"):
-        assert words in said.output
+        assert words in result.output
     found = json.loads(report.read_text())
     assert found["findings"][0]["kind"] == "rounding"
     heads = {(head["source"], head["layer"], head["head"]): head for head in found["heads"]}
     assert heads[FAILS.name, 0, 0]["warned"][1] == "rounding"
 
 
-def test_a_healthy_trace_gets_no_advice_but_to_keep_watching_and_no_line_that_ends_in_blanks() -> None:
-    said = foreshock("diagnose", str(TRACE))
-    assert said.exit_code == 0
-    assert "no head was warned about" in said.output
-    assert "keep watching" in said.output
-    assert "foreshock switch" not in said.output
-    assert [line for line in said.stdout.splitlines() if line.endswith(" ")] == []
+def test_healthy_trace_gets_only_the_advice_to_keep_watching() -> None:
+    result = foreshock("diagnose", str(TRACE))
+    assert result.exit_code == 0
+    assert "no head was warned about" in result.output
+    assert "keep watching" in result.output
+    assert "foreshock switch" not in result.output
+    assert [line for line in result.stdout.splitlines() if line.endswith(" ")] == []
 
 
-def test_a_head_far_from_zero_is_a_finding_without_any_warning() -> None:
+def test_large_offset_is_a_finding_even_without_a_warning() -> None:
     heads = [Head("a.xz", 0, head, {"offset": offset, "largest": 1.0}) for head, offset in ((0, 1.0), (1, -117.9))]
     assert [found.kind for found in diagnose([Source("a.xz", heads[:1])])] == ["quiet"]
     [found] = diagnose([Source("a.xz", heads)])
@@ -221,10 +220,10 @@ def test_a_head_far_from_zero_is_a_finding_without_any_warning() -> None:
         (["some-run"], "For a run of the service use foreshock incidents"),
     ],
 )
-def test_what_cannot_be_diagnosed_is_refused_with_a_sentence(
+def test_invalid_argument_of_diagnose_is_rejected(
     words: list[str], sentence: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({"weights": torch.zeros(1)}, tmp_path / "other.pt")
-    said = foreshock("diagnose", *(word.format(folder=tmp_path, trace=TRACE) for word in words))
-    assert said.exit_code == 1
-    assert sentence in (said.output + capfd.readouterr().err)
+    result = foreshock("diagnose", *(word.format(folder=tmp_path, trace=TRACE) for word in words))
+    assert result.exit_code == 1
+    assert sentence in (result.output + capfd.readouterr().err)

@@ -1,4 +1,4 @@
-"""The published runs give what pages and README say of them, with no GPU: whoever moves a threshold moves the page."""
+"""Scores of the published runs match the documents, without a GPU: a changed threshold must change the page."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def first_warnings(folder: str, names: tuple[str, ...], config: DetectorConfig) 
 
 
 def cells(row: dict[str, Any]) -> str:
-    """One monitor as the page has it."""
+    """The table row of one monitor, as on the page."""
     lead = "-" if row["median_lead"] is None else f"{row['median_lead']:,.0f} ({row['least_lead']:,})"
     others, healthy = f"{row['others_warned']} of {row['others']}", f"{row['healthy_warned']} of {row['healthy']}"
     return f"| {row['monitor']} | {row['warned']} of {row['dangerous']} | {lead} | {others} | {healthy} |"
@@ -42,30 +42,30 @@ def cells(row: dict[str, Any]) -> str:
         ("made fast", ["*.xz"]),
     ],
 )
-def test_the_page_holds_what_the_published_runs_give_of_every_monitor(name: str, patterns: list[str]) -> None:
+def test_evidence_page_matches_the_scores_of_every_monitor(name: str, patterns: list[str]) -> None:
     _, result = lab_score([path for pattern in patterns for path in sorted(TRACES.glob(pattern))])
     for row in result["table"]:
-        assert "z-score" in row["monitor"] or f"| {name} {cells(row)}" in EVIDENCE  # README has one of these
+        assert "z-score" in row["monitor"] or f"| {name} {cells(row)}" in EVIDENCE  # README has a z-score row
     for group in result["healthy"][:-1]:
         assert f"{group['steps']:,} of {name}" in EVIDENCE
     if name == "real-text":
-        came = result["precision"]
+        precision = result["precision"]
         assert (
-            f"{came['warned_as_rounding']} runs were first warned about as rounding, and {came['failed']} of"
+            f"{precision['warned_as_rounding']} runs were first warned about as rounding, and {precision['failed']} of"
             in EVIDENCE
         )
-        kept = json.loads((ROOT / "src/foreshock/benchmarks/results/monitors.json").read_text())
-        assert kept["table"] == result["table"]
+        stored = json.loads((ROOT / "src/foreshock/benchmarks/results/monitors.json").read_text())
+        assert stored["table"] == result["table"]
 
 
 @pytest.mark.full
-def test_the_horizon_silences_the_healthy_text_runs_and_no_failing_one() -> None:
+def test_horizon_prevents_warnings_of_healthy_text_runs_but_not_of_failing_runs() -> None:
     assert first_warnings("real-text", HEALTHY, DetectorConfig()) == [None, None, None]
     assert any(first_warnings("real-text", HEALTHY, DetectorConfig(horizon_windows=None)))
     assert None not in first_warnings("cure", FAILING, DetectorConfig())
 
 
-def test_rounding_is_not_named_while_a_head_is_critical_whose_delta_bias_does_not_support_it_by_now() -> None:
+def test_rounding_is_not_named_if_a_critical_heads_delta_bias_does_not_support_it() -> None:
     trace = read_trace(TRACES / "matrix" / "score-growth-by-Muon_qk_clip-start_seed4.trace.xz")
     detectors = Detectors(trace.heads)
     assert {verdict.cause for sample in readings(trace) for verdict in detectors.update(sample)} == {"score growth"}

@@ -1,4 +1,4 @@
-"""The texts of the laboratory: the same from the same files, read back as they were made."""
+"""Training texts of the lab: reproducible from the same files, and read back unchanged."""
 
 import random
 import shutil
@@ -25,7 +25,7 @@ def texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Source files of 600 characters each, and what is left out: one twice, a short one and one of another kind."""
+    """Source files of 600 characters each, and three that are skipped: a duplicate, a short file and an image."""
     made = random.Random(1)
     folder = tmp_path / "packages"
     for number in range(FILES):
@@ -38,9 +38,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_every_file_of_a_usual_length_is_taken_once_wherever_it_is_and_read_back_as_it_was_made(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_text_has_each_file_of_usual_length_once_and_does_not_depend_on_paths(folder: Path, tmp_path: Path) -> None:
     corpus = make_text("folders", [folder], 10**9)
     assert corpus.source == f"byte pairs of {FILES} files with {600 * FILES:,} characters"
     assert int(corpus.tokens.max()) < VOCABULARIES["folders"]
@@ -52,7 +50,7 @@ def test_every_file_of_a_usual_length_is_taken_once_wherever_it_is_and_read_back
     assert make_text("folders", [elsewhere], 10**9).sha256 != corpus.sha256
 
 
-def test_no_more_characters_are_taken_than_were_asked_for_and_several_folders_make_one_text(folder: Path) -> None:
+def test_text_is_limited_to_the_given_characters_and_joins_several_folders(folder: Path) -> None:
     whole, some = (len(make_text("folders", [folder], characters).tokens) for characters in (10**9, 60_000))
     assert 0.2 * whole < some < 0.5 * whole
     other = folder.parent / "other"
@@ -61,7 +59,7 @@ def test_no_more_characters_are_taken_than_were_asked_for_and_several_folders_ma
     assert f"of {FILES + 1} files" in make_text("folders", [folder, other], 10**9).source
 
 
-def test_what_is_missing_is_named_with_what_to_do(folder: Path, tmp_path: Path) -> None:
+def test_missing_text_or_folder_is_reported_with_advice(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="make it with `foreshock lab corpus folders --folder DIR"):
         read_text("folders")
     with pytest.raises(FileNotFoundError, match="nowhere is not a folder; give --folder one that is there"):
@@ -70,7 +68,7 @@ def test_what_is_missing_is_named_with_what_to_do(folder: Path, tmp_path: Path) 
         make_text("folders", [folder], 700)
 
 
-def test_the_command_says_what_the_text_is_made_of(folder: Path) -> None:
+def test_corpus_command_prints_the_source_and_hash_of_the_text(folder: Path) -> None:
     done = foreshock("lab", "corpus", "folders", "--folder", str(folder), "--characters", "1000000")
     assert done.exit_code == 0, done.output + done.stderr
     assert f"{FILES} files with 150,000 characters:" in done.output
@@ -82,10 +80,10 @@ def test_the_command_says_what_the_text_is_made_of(folder: Path) -> None:
     assert "--folder is for the text of folders" in refused.stderr
 
 
-# Bytes, and byte pairs of what is installed
+# Bytes, and byte pairs of installed packages
 
 
-def test_the_standard_library_is_the_same_text_every_time() -> None:
+def test_text_of_the_standard_library_is_reproducible() -> None:
     corpus, again = standard_library(), standard_library()
     assert corpus.sha256 == again.sha256
     assert torch.equal(corpus.tokens, again.tokens)
@@ -93,7 +91,7 @@ def test_the_standard_library_is_the_same_text_every_time() -> None:
 
 
 @pytest.mark.full
-def test_the_same_packages_give_the_same_text_on_which_recipes_train_in_either_variant() -> None:
+def test_byte_pair_text_is_reproducible_and_recipes_train_on_it() -> None:
     with pytest.raises(FileNotFoundError, match="make it with `foreshock lab corpus byte-pairs`"):
         read_text("byte-pairs")
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):

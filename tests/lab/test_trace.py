@@ -1,4 +1,4 @@
-"""Recorded runs: read, written, refused, scored and replayed."""
+"""Reading and writing traces of recorded runs, and rejecting invalid ones."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from foreshock.lab.recording.trace import read_lines, read_trace, readings
 from foreshock.lab.recording.trace_writer import TraceWriter
 
 
-def test_a_sample_on_the_wire_is_read_to_the_bit(tmp_path: Path) -> None:
+def test_recorded_events_are_read_back_bit_for_bit(tmp_path: Path) -> None:
     words = np.random.default_rng(0).integers(-(2**62), 2**62, (2, SLOT_COUNT))
     events: list[wire.Event] = [started(2), sample(10, 0, words), sample(20, 10, words)]
     lines = [{"foreshock_trace": 1}, *(event.model_dump(mode="json") for event in events)]
@@ -26,59 +26,65 @@ def test_a_sample_on_the_wire_is_read_to_the_bit(tmp_path: Path) -> None:
     assert trace.steps.span.tolist() == [10, 10]
 
 
-def begun() -> list[Any]:
+def header_and_start() -> list[Any]:
     return [{"foreshock_trace": 1}, started(1).model_dump(mode="json")]
 
 
-def truncated(path: Path) -> None:
+def write_truncated(path: Path) -> None:
     path.write_bytes(FAILS.read_bytes()[:20_000])
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda path: write(path, []), "holds no lines"),
-    "truncated": (truncated, "is not a whole trace"),
+    "truncated": (write_truncated, "is not a whole trace"),
     "not gzip": (lambda path: path.write_text("{}"), "is not a whole trace"),
     "foreign": (lambda path: write(path, [{"epoch": 1}]), "is no trace: its first line has the fields epoch"),
-    "of a later version": (lambda path: write(path, [{"foreshock_trace": 2}]), "reads version 1"),
+    "later version": (lambda path: write(path, [{"foreshock_trace": 2}]), "reads version 1"),
     "without a start": (lambda path: write(path, [{"foreshock_trace": 1}]), "not recorded from the start"),
     "with an unknown event": (
         lambda path: write(path, [{"foreshock_trace": 1}, {"kind": "x"}]),
         "is not a valid event",
     ),
-    "without a sample, but with what older recorders measured of weights": (
-        lambda path: write(path, [*begun(), {"kind": "probe", "step": 5, "stable_rank": [9.5]}]),
+    "without a sample, but with weight statistics of older recorders": (
+        lambda path: write(path, [*header_and_start(), {"kind": "probe", "step": 5, "stable_rank": [9.5]}]),
         "holds no sample",
     ),
     "with a slot too long": (
-        lambda path: write(path, [*begun(), {"kind": "sample", "step": 5, "since_step": 0, "slots": {"rows": [1, 2]}}]),
+        lambda path: write(
+            path, [*header_and_start(), {"kind": "sample", "step": 5, "since_step": 0, "slots": {"rows": [1, 2]}}]
+        ),
         "line 3: ValueError slot rows has values for 2 heads in a trace of 1",
     ),
     "with losses that lack a gradient norm": (
-        lambda path: write(path, [*begun(), {"kind": "steps", "since_step": 0, "loss": [1.0, 2.0], "grad_norm": [1]}]),
+        lambda path: write(
+            path, [*header_and_start(), {"kind": "steps", "since_step": 0, "loss": [1.0, 2.0], "grad_norm": [1]}]
+        ),
         "as many losses as gradient norms",
     ),
     "with text for a number": (
-        lambda path: write(path, [*begun(), {"kind": "steps", "since_step": 0, "loss": ["x"], "grad_norm": [1]}]),
+        lambda path: write(
+            path, [*header_and_start(), {"kind": "steps", "since_step": 0, "loss": ["x"], "grad_norm": [1]}]
+        ),
         "line 3: ValueError could not convert",
     ),
-    "that holds a list": (lambda path: write(path, [[1, 2]]), "holds no lines"),
+    "list as a header": (lambda path: write(path, [[1, 2]]), "holds no lines"),
     "with a field missing": (
-        lambda path: write(path, [*begun(), {"kind": "sample", "since_step": 0}]),
+        lambda path: write(path, [*header_and_start(), {"kind": "sample", "since_step": 0}]),
         "line 3 is not a valid event: Field required",
     ),
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_trace_is_refused_with_a_sentence(what: str, tmp_path: Path) -> None:
-    make, sentence = BROKEN[what]
+@pytest.mark.parametrize("fault", BROKEN)
+def test_invalid_trace_is_rejected(fault: str, tmp_path: Path) -> None:
+    make, sentence = BROKEN[fault]
     path = tmp_path / "broken.jsonl.gz"
     make(path)
     with pytest.raises(ValueError, match=sentence):
         read_trace(path)
 
 
-def test_steps_that_go_backwards_are_refused(tmp_path: Path) -> None:
+def test_trace_with_decreasing_steps_is_rejected(tmp_path: Path) -> None:
     header, start, first, second = read_lines(FAILS)[:4]
     for lines in ([second, first], [first, first]):
         with pytest.raises(ValueError, match="goes backwards in its samples; give a trace of one run without restarts"):
@@ -88,7 +94,7 @@ def test_steps_that_go_backwards_are_refused(tmp_path: Path) -> None:
         read_trace(write(tmp_path / "inside.jsonl.gz", [header, start, first, backwards]))
 
 
-def test_what_the_old_traces_did_not_record_reads_nan_and_never_zero() -> None:
+def test_statistics_missing_from_old_traces_read_as_nan() -> None:
     trace = read_trace(FAILS)
     words = trace.samples[50].words()
     assert words is not None
@@ -109,22 +115,22 @@ def counted(rows: int, offset: float, largest: float) -> "np.ndarray[Any, np.dty
     return words
 
 
-def test_samples_are_read_back_to_the_bit_and_single_steps_to_the_digits_that_are_kept(tmp_path: Path) -> None:
+def test_written_samples_are_read_back_exactly_and_losses_to_three_digits(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl.gz"
     modes = wire.Array.of(np.zeros(2, dtype=np.int32))
-    given = []
+    written = []
     with TraceWriter(path, {"recipe": "made-up", "seed": 3}) as writer:
         writer(started(2))
         for since, step, offset in ((4000, 4050, 1.0), (4050, 4100, 2.000049), (4100, 4200, 5.0)):
             words = counted(100, offset, 0.0300004 * (step - 4000))
-            given.append(sample(step, since, words).model_copy(update={"modes": modes, "loss": 1 / 3}))
-            writer(given[-1])
+            written.append(sample(step, since, words).model_copy(update={"modes": modes, "loss": 1 / 3}))
+            writer(written[-1])
             writer.steps(since, [1.23456] * (step - since), [math.inf] * (step - since))
         writer(sample(4210, 4200, np.tile(identity_row(), (2, 1))))
     trace = read_trace(path)
     assert trace.header == {"foreshock_trace": 1, "recipe": "made-up", "seed": 3}
     assert trace.heads == [(3, 0), (3, 1)]
-    timeless = [each.model_copy(update={"unix_seconds": 0.0}) for each in given]
+    timeless = [each.model_copy(update={"unix_seconds": 0.0}) for each in written]
     assert trace.samples[:-1] == timeless
     *_, empty = readings(trace)
     assert empty.rows.tolist() == [0.0, 0.0]

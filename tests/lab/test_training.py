@@ -1,4 +1,4 @@
-"""Recipes and variants train as they say, equal seeds equally, and a checkpoint carries a run into another variant."""
+"""Training recipes and variants: reproducible by seed, and a checkpoint can continue under another variant."""
 
 import copy
 import math
@@ -35,15 +35,15 @@ Begin = Callable[..., Training]
 
 @pytest.fixture
 def begin(corpus: Corpus) -> Iterator[Begin]:
-    """Starts a tiny training; its agent is gone after the test."""
-    begun: list[Training] = []
+    """Starts a tiny training; the test closes its agent at the end."""
+    trainings: list[Training] = []
 
     def start(recipe: Recipe = TINY, variant: Variant = UNTREATED, seed: int = 1, **settings: Any) -> Training:
-        begun.append(Training(recipe, variant, seed, corpus=corpus, **settings))
-        return begun[-1]
+        trainings.append(Training(recipe, variant, seed, corpus=corpus, **settings))
+        return trainings[-1]
 
     yield start
-    for training in reversed(begun):
+    for training in reversed(trainings):
         training.agent.close("stopped")
 
 
@@ -51,35 +51,37 @@ def losses(training: Training, steps: int) -> list[float]:
     return [float(training.advance()) for _ in range(steps)]
 
 
-def counted(training: Training) -> list[Words]:
-    """Gets the words of every sample from now on."""
+def collect_words(training: Training) -> list[Words]:
+    """Collects the words of every sample from now on."""
     found: list[Words] = []
 
-    def hear(event: wire.Event) -> None:
+    def collect(event: wire.Event) -> None:
         if isinstance(event, wire.Sample) and (words := event.words()) is not None:
             found.append(words)
 
-    training.agent.subscribe(hear)
+    training.agent.subscribe(collect)
     return found
 
 
-def test_one_seed_gives_one_run_and_another_seed_another(begin: Begin) -> None:
+def test_training_is_determined_by_its_seed(begin: Begin) -> None:
     first, again, other = (losses(begin(seed=seed), 6) for seed in (1, 1, 2))
     assert first == again
     assert first != other
 
 
-def test_pytorchs_own_float32_attention_trains_the_control_as_ours_does(begin: Begin) -> None:
-    """On a GPU by its memory-efficient kernel, here by the one for processors; rounding of float32 alone differs."""
-    kept, ours = (begin(variant=CONTROL, seed=3, attention=attention) for attention in ("keep", "kernels"))
-    samples = counted(ours)
-    assert losses(kept, 40) == pytest.approx(losses(ours, 40), rel=2e-5)
-    weights = zip(kept.model.parameters(), ours.model.parameters(), strict=True)
+def test_control_trains_alike_with_pytorchs_and_foreshocks_attention(begin: Begin) -> None:
+    """On a GPU, PyTorch uses its memory-efficient kernel, here its CPU kernel; only float32 rounding differs."""
+    pytorch_run, foreshock_run = (
+        begin(variant=CONTROL, seed=3, attention=attention) for attention in ("keep", "kernels")
+    )
+    samples = collect_words(foreshock_run)
+    assert losses(pytorch_run, 40) == pytest.approx(losses(foreshock_run, 40), rel=2e-5)
+    weights = zip(pytorch_run.model.parameters(), foreshock_run.model.parameters(), strict=True)
     assert all(torch.allclose(a, b, atol=2e-3, rtol=1e-2) for a, b in weights)
     assert samples
 
 
-def test_a_branch_is_identical_until_a_head_is_switched(begin: Begin) -> None:
+def test_branch_is_identical_to_its_trunk_until_a_head_is_switched(begin: Begin) -> None:
     trunk = begin(seed=3)
     losses(trunk, 10)
     checkpoint = copy.deepcopy(trunk.checkpoint())
@@ -101,9 +103,9 @@ def test_a_branch_is_identical_until_a_head_is_switched(begin: Begin) -> None:
         {"kv_heads": 2, "rotary": True, "qkv_bias": False, "norm": "rms", "gated": True},
     ],
 )
-def test_a_shape_learns_and_every_row_of_every_query_head_is_counted(changes: dict[str, Any], begin: Begin) -> None:
+def test_model_shape_learns_and_every_row_of_every_query_head_is_counted(changes: dict[str, Any], begin: Begin) -> None:
     training = begin(replace(TINY, model=replace(SHAPE, **changes)))
-    words = counted(training)
+    words = collect_words(training)
     course = losses(training, 30)
     training.agent.close("completed")
     assert sum(course[-5:]) < sum(course[:5])
@@ -111,9 +113,7 @@ def test_a_shape_learns_and_every_row_of_every_query_head_is_counted(changes: di
 
 
 @given(warmup=st.integers(1, 400), more=st.integers(0, 4000), schedule=st.sampled_from(["constant", "cosine"]))
-def test_a_rate_rises_in_a_line_never_leaves_its_bounds_and_falls_only_under_a_cosine(
-    warmup: int, more: int, schedule: Any
-) -> None:
+def test_learning_rate_warms_up_linearly_and_decays_only_with_cosine(warmup: int, more: int, schedule: Any) -> None:
     recipe = replace(TINY, warmup_steps=warmup, steps=warmup + more, schedule=schedule)
     for step in range(1, warmup, max(1, warmup // 7)):
         assert recipe.rate_share(step) == pytest.approx(step / warmup)
@@ -125,7 +125,7 @@ def test_a_rate_rises_in_a_line_never_leaves_its_bounds_and_falls_only_under_a_c
     assert end == pytest.approx(1.0 if schedule == "constant" else 0.01 if more else end)
 
 
-def test_a_recipe_takes_from_its_base_what_it_does_not_name() -> None:
+def test_recipe_inherits_from_its_base_and_rejects_invalid_fields() -> None:
     base = """
         [first]
         summary = "One."
@@ -144,7 +144,7 @@ def test_a_recipe_takes_from_its_base_what_it_does_not_name() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_every_recipe_trains_at_a_small_size(recipe: Recipe, begin: Begin) -> None:
+def test_every_recipe_trains_at_small_size(recipe: Recipe, begin: Begin) -> None:
     kv_heads = 2 if recipe.model.kv_heads else None
     sizes: dict[str, Any] = {"layers": 2, "heads": 4, "kv_heads": kv_heads, "width": 32, "context": 16}
     paper = recipe.name.startswith("paper-gpt2")
@@ -155,7 +155,7 @@ def test_every_recipe_trains_at_a_small_size(recipe: Recipe, begin: Begin) -> No
     assert min(course[6:]) < course[0]
 
 
-def test_the_settings_are_those_of_the_paper_and_of_its_authors_program() -> None:
+def test_paper_recipe_matches_the_published_settings() -> None:
     paper = find_recipe("paper-gpt2")
     assert paper.batch * paper.model.context == 524_288
     assert (paper.learning_rate, paper.warmup_steps, paper.betas, paper.clip) == (1e-3, 2000, (0.9, 0.95), 1.0)
@@ -168,7 +168,7 @@ def test_the_settings_are_those_of_the_paper_and_of_its_authors_program() -> Non
     assert weights == 50_304 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 2 * 768) + 768
 
 
-def test_the_model_predicts_from_the_past_alone() -> None:
+def test_model_predictions_depend_only_on_earlier_tokens() -> None:
     torch.manual_seed(0)
     model = GPT(ModelConfig(layers=1, heads=2, width=8, context=6, attention_dtype="float32"))
     tokens = torch.randint(256, (1, 6))
@@ -182,13 +182,13 @@ def test_the_model_predicts_from_the_past_alone() -> None:
 MODE_NAMES = [mode.name for mode in MODES]
 
 
-def test_a_mode_is_a_variant_and_a_name_that_is_none_is_refused_with_those_that_are() -> None:
+def test_every_mode_is_a_variant_and_unknown_variants_are_rejected() -> None:
     assert [find_variant(name.replace("_", "-")).mode for name in MODE_NAMES] == MODE_NAMES
     with pytest.raises(ValueError, match=r"variant 'baseline' does not exist; allowed are untreated, rescued, control"):
         find_variant("baseline")
 
 
-def test_a_header_says_what_a_run_was_made_to_show() -> None:
+def test_header_records_variant_seed_policy_and_expected_outcome() -> None:
     recipe = find_recipe("kb256")
     headers = {name: recipe.header(variant, 7, "a-run") for name, variant in VARIANTS.items()}
     plain, rescued = headers["untreated"], headers["rescued"]
@@ -198,7 +198,7 @@ def test_a_header_says_what_a_run_was_made_to_show() -> None:
     assert healthy == {"control", "paper-no-key-bias"} | {n.replace("_", "-") for n in MODE_NAMES if n != "plain"}
 
 
-def test_a_model_without_its_key_bias_learns_none(begin: Begin) -> None:
+def test_variant_without_key_bias_keeps_the_bias_at_zero(begin: Begin) -> None:
     training = begin(variant=find_variant("paper-no-key-bias"))
     losses(training, 3)
     biases = [p for name, p in training.model.named_parameters() if name.endswith("c_attn.bias")]

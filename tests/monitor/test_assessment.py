@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.lab.patients import adapted, attention_with_weights, eager, left_padded, qwen
+from tests.lab.diagnosed_models import adapted, attention_with_weights, eager, left_padded, qwen
 from tests.monitor import tiny_models
 from tests.monitor.tiny_models import CausalSelfAttention, GroupedQueryAttention, batch, tiny_gpt
 from tests.monitor.transformers_models import DECODER, LATENT, TRANSFORMERS, tiny

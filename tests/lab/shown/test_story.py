@@ -1,4 +1,4 @@
-"""What the demo says of its recorded runs is true of the runs it was made from, read once more and another way."""
+"""The demo's story about its recorded runs matches the full traces, read independently."""
 
 import re
 
@@ -21,14 +21,14 @@ from foreshock.lab.shown.story import (
 )
 
 RUNS = recordings()
-TOLD = 0.2
-"""Percent: a gap is told to a tenth, a recorded loss has four digits, and 500 steps begin and end inside samples."""
+GAP_TOLERANCE = 0.2
+"""Percent: the story rounds gaps to a tenth, losses have four digits, and 500 steps start and end inside samples."""
 WHOLE = {name: read_trace(TRACES / trace.header["shows"]["file"]) for name, trace in RUNS.items()}
 LAST_STEP = max(trace.samples[-1].step for trace in RUNS.values())
 
 
 def number(pattern: str, text: str) -> float:
-    """The one number that a sentence says there."""
+    """The only number in `text` that matches the pattern."""
     (found,) = re.findall(pattern, text)
     return float(found.replace(",", ""))
 
@@ -44,16 +44,16 @@ def largest(trace: Trace) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def told() -> tuple[Story, list[tuple[int, str, str]]]:
-    """The story of all runs, and each thing said with its step and run."""
-    story, said = Story(), []
+def story_and_lines() -> tuple[Story, list[tuple[int, str, str]]]:
+    """The story of all runs, and each line with its step and run."""
+    story, lines = Story(), []
     events = sorted(((e, run) for run in NAMES for e in judged(RUNS[run])), key=lambda each: each[0].step)
     for event, run in events:
-        said += [(event.step, whose, sentence) for whose, sentence in story.hear(run, event)]
-    return story, said
+        lines += [(event.step, line_run, sentence) for line_run, sentence in story.hear(run, event)]
+    return story, lines
 
 
-def test_the_recordings_are_those_of_lab_traces_and_so_are_their_warnings() -> None:
+def test_demo_recordings_and_their_warnings_match_the_full_traces() -> None:
     for name in NAMES:
         kinds = wire.Sample | wire.Switched
         whole = [event for event in WHOLE[name].events if isinstance(event, kinds) and event.step <= LAST_STEP]
@@ -62,7 +62,7 @@ def test_the_recordings_are_those_of_lab_traces_and_so_are_their_warnings() -> N
     assert sum(file.stat().st_size for file in (TRACES.parent / "shown").glob("*.gz")) < 210_000
 
 
-def test_the_twins_are_equal_until_the_switch_and_the_opening_says_how_long() -> None:
+def test_twins_are_equal_until_the_switch_and_the_opening_states_the_step() -> None:
     alone, switched = WHOLE[LEFT_ALONE].steps, WHOLE[SWITCHED].steps
     both = min(len(alone.loss), len(switched.loss))
     first_other = int(alone.step[:both][alone.loss[:both] != switched.loss[:both]][0])
@@ -74,39 +74,42 @@ def test_the_twins_are_equal_until_the_switch_and_the_opening_says_how_long() ->
     assert equal_until(RUNS[LEFT_ALONE], RUNS[OF_PYTORCH]) == 0
 
 
-def test_nobody_acts_where_it_is_said_and_each_kernel_is_the_one_that_trained() -> None:
-    said = dict(opening(RUNS))
+def test_opening_is_correct_about_switches_and_kernels() -> None:
+    lines = dict(opening(RUNS))
     for name in (LEFT_ALONE, OF_PYTORCH):
         assert not [event for event in WHOLE[name].events if isinstance(event, wire.Switched)]
     assert {trace.header["nature"] for trace in WHOLE.values()} == {"natural"}
     assert {layer.served_by for layer in WHOLE[LEFT_ALONE].started.layers} == {"kernel"}
     assert WHOLE[OF_PYTORCH].header["backend"] == "flash"
-    assert said[OF_PYTORCH].startswith("PyTorch's own flash kernel, of which a sample of rows is measured")
+    assert lines[OF_PYTORCH].startswith("PyTorch's own flash kernel, of which a sample of rows is measured")
 
 
-def test_the_warning_comes_before_the_switch_and_the_switch_before_the_score_of_512(
-    told: tuple[Story, list[tuple[int, str, str]]],
+def test_warning_precedes_the_switch_and_the_switch_a_score_of_512(
+    story_and_lines: tuple[Story, list[tuple[int, str, str]]],
 ) -> None:
-    story, said = told
+    story, lines = story_and_lines
     first = {
-        run: next(step for step, whose, text in said if whose == run and text.startswith("warning: ")) for run in NAMES
+        run: next(step for step, line_run, text in lines if line_run == run and text.startswith("warning: "))
+        for run in NAMES
     }
-    (switched,) = [step for step, whose, text in said if whose == SWITCHED and "its agent switches 16 heads" in text]
+    (switched,) = [
+        step for step, line_run, text in lines if line_run == SWITCHED and "its agent switches 16 heads" in text
+    ]
     assert first[SWITCHED] == first[LEFT_ALONE] <= switched < story.dangerous[LEFT_ALONE]
-    assert (first[SWITCHED], SWITCHED, "warning: the same as of its twin.") in said
+    assert (first[SWITCHED], SWITCHED, "warning: the same as of its twin.") in lines
     assert SWITCHED not in story.dangerous
     for run in (LEFT_ALONE, OF_PYTORCH):
         scores = largest(RUNS[run])
-        assert (story.dangerous[run], run, "its largest score reaches 512.") in said
+        assert (story.dangerous[run], run, "its largest score reaches 512.") in lines
         assert max(score for step, score in scores.items() if step < story.dangerous[run]) < 512
 
 
-def test_the_ending_counts_steps_and_scores_as_they_were_recorded(
-    told: tuple[Story, list[tuple[int, str, str]]],
+def test_ending_matches_the_recorded_steps_and_scores(
+    story_and_lines: tuple[Story, list[tuple[int, str, str]]],
 ) -> None:
-    story, _ = told
-    alone, vendor, switched = story.ending()
-    for run, sentence in ((LEFT_ALONE, alone), (OF_PYTORCH, vendor)):
+    story, _ = story_and_lines
+    alone, of_pytorch, switched = story.ending()
+    for run, sentence in ((LEFT_ALONE, alone), (OF_PYTORCH, of_pytorch)):
         first = next(v for v in verdicts(RUNS[run]) if v.state == "raised")
         assert sentence.startswith(
             f"{run} was warned about at step {first.step:,}: layer {first.layer} head {first.head}"
@@ -122,11 +125,11 @@ def test_the_ending_counts_steps_and_scores_as_they_were_recorded(
         for name in (LEFT_ALONE, SWITCHED)
     ]
     gap = number(r"was ([\d.]+)% above it", switched)
-    assert gap == pytest.approx(float(100 * (means[0] / means[1] - 1)), abs=TOLD)
+    assert gap == pytest.approx(float(100 * (means[0] / means[1] - 1)), abs=GAP_TOLERANCE)
     assert gap > 1
 
 
-def test_a_run_without_a_warning_is_not_said_to_have_one() -> None:
+def test_run_without_a_warning_is_described_without_one() -> None:
     story = Story()
     for run in NAMES:
         for event in judged(RUNS[run]):

@@ -1,12 +1,12 @@
-"""A terminal that looks at the page of a demo."""
+"""A console that queries the live page of a demo."""
 
 import io
 
 import httpx
 
 
-class Looking(io.StringIO):
-    """What is written on, and a look at the runs that the live page shows when `sentence` has been written."""
+class PageConsole(io.StringIO):
+    """Collects the output; when `sentence` is written, reads the runs that the live page shows."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A training of a tiny model in one process of several, for tests."""
+"""Trains a tiny model in one of several processes."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,21 +24,21 @@ TINY = replace(
     steps=40,
     schedule="cosine",
 )
-"""Two processes take one part each, and one takes two."""
+"""With two processes each takes one micro-batch; one process takes two."""
 STEPS = 24
 
 
 def _trained(ranks: Ranks, trace: Path | None, ends_at: int | None = None) -> dict[str, Any]:
-    """On PyTorch's own attention; the second process wants to end at a step."""
+    """Trains with PyTorch's attention; the second process asks to stop at step `ends_at`."""
     losses: list[float] = []
     rows: list[int] = []
     training = Training(TINY, find_variant("flash-untreated"), 1, ranks=ranks)
 
-    def hear(event: wire.Event) -> None:
+    def collect(event: wire.Event) -> None:
         if isinstance(event, wire.Sample) and (words := event.words()) is not None:
             rows.append(int(words[0, Slot.ROWS]))
 
-    def stepped(step: int, loss: SupportsFloat) -> None:
+    def on_step(step: int, loss: SupportsFloat) -> None:
         losses.append(float(loss))
         if recorder is not None:
             recorder.step(loss)
@@ -49,16 +49,16 @@ def _trained(ranks: Ranks, trace: Path | None, ends_at: int | None = None) -> di
     header = TINY.header(training.variant, 1, training.agent.run)
     with TraceWriter(trace, header) if trace is not None else nullcontext() as writer:
         recorder = None if writer is None else Recorder(training, writer)
-        training.agent.subscribe(hear)
-        train(training, STEPS, stepped)
+        training.agent.subscribe(collect)
+        train(training, STEPS, on_step)
     config = training.agent.config
     place = (config.rank, config.world_size, training.agent.run)
     return {"losses": losses, "rows": sum(rows), "weights": training.model.state_dict(), "place": place}
 
 
-def of_a_rank(folder: str) -> dict[str, Any]:
-    """What this process saw; the first one's trace is in the folder."""
+def train_on_rank(folder: str) -> dict[str, Any]:
+    """The results of this process; the first process writes its trace into the folder."""
     trace = Path(folder) / "trace.jsonl.gz" if dist.get_rank() == 0 else None
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     runs = {"whole": _trained(ranks, trace), "ended": _trained(ranks, None, ends_at=10)}
-    return runs | {"told": ranks.gather(f"told by {ranks.rank}")}
+    return runs | {"gathered": ranks.gather(f"from rank {ranks.rank}")}

@@ -1,4 +1,4 @@
-"""Runs whose fate is known because they were made up."""
+"""Constructed runs with a known outcome."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def words(offset: float, largest: float, bias: float = 1e-4) -> Words:
 def record(
     path: Path, *, fails: bool, split: str = "held-out", seed: int = 1, bias: float = 1e-4, **header: Any
 ) -> Path:
-    """A run of two layers of two heads; a failing head doubles every 400 steps, and the loss leaves at 5000."""
+    """A run of two layers of two heads; a failing head doubles every 400 steps, and the loss rises at step 5000."""
     layers = tuple(
         wire.Layer(layer=layer, name=f"h.{layer}", heads=(0, 1), kv_heads=2, head_dim=8, served_by="reference")
         for layer in (0, 1)

@@ -1,4 +1,4 @@
-"""Models of other people as diagnose meets them: masks, packing, sliding windows, eager attention, adapters."""
+"""Typical models for diagnose: masks, packing, sliding windows, eager attention, adapters; some have a fault."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-Made = tuple[nn.Module, Callable[[], Tensor]]
+ModelAndLoss = tuple[nn.Module, Callable[[], Tensor]]
 _SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -51,14 +51,14 @@ def gemma(**changes: Any) -> nn.Module:
     return _transformers("Gemma3", **{"attn_implementation": "sdpa", "layer_types": kinds, **sizes, **changes})
 
 
-def left_padded() -> Made:
+def left_padded() -> ModelAndLoss:
     """Two of three sequences are padded on the left, under causal and sliding masks: 9 + 15 of 72 rows see no key."""
     model = gemma()
     return model, _loss(model, padded=9)
 
 
 def qwen(implementation: str, bias: float = 0.0) -> nn.Module:
-    """Query times key of layer 1 head 2 is the square of `bias`, four times what its scores are."""
+    """In layer 1 head 2, query times key is the square of `bias`, which is four times its scores."""
     model: Any = _transformers("Qwen2", num_hidden_layers=3, num_key_value_heads=4, attn_implementation=implementation)
     with torch.no_grad():
         for projection in (model.model.layers[1].self_attn.q_proj, model.model.layers[1].self_attn.k_proj):
@@ -66,29 +66,29 @@ def qwen(implementation: str, bias: float = 0.0) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def eager() -> Made:
+def eager() -> ModelAndLoss:
     model = qwen("eager")
     return model, _loss(model, torch.float16)
 
 
-def eager_overflows() -> Made:
+def eager_overflows() -> ModelAndLoss:
     model = qwen("eager", 300.0)
     return model, _loss(model, torch.float16)
 
 
-def large_scores() -> Made:
+def large_scores() -> ModelAndLoss:
     model = qwen("sdpa", 300.0)
     return model, _loss(model, torch.float16)
 
 
 class Attention(nn.Module):
-    """One layer of two heads whose queries may be turned after W_Q; everything that enters attention is bf16."""
+    """One layer of two heads; `change_query` changes the queries after W_Q; the inputs of attention are bf16."""
 
-    def __init__(self, turn: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+    def __init__(self, change_query: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         super().__init__()
         self.num_heads, self.head_dim = 2, 8
         self.qkv = nn.Linear(16, 48)
-        self.turn = turn
+        self.turn = change_query
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -98,7 +98,7 @@ class Attention(nn.Module):
 
 
 class Adapter(nn.Module):
-    """A frozen projection and a trained one of low rank, named as libraries of adapters name them."""
+    """A frozen projection and a trained one of low rank, with the names that LoRA libraries use."""
 
     def __init__(self, base_layer: nn.Linear) -> None:
         super().__init__()
@@ -111,8 +111,8 @@ class Adapter(nn.Module):
         return adapted
 
 
-def adapted(norm: float = 1.0) -> Made:
-    """LoRA on sliding and masked layers, whose norms of queries and keys have this weight."""
+def adapted(norm: float = 1.0) -> ModelAndLoss:
+    """LoRA on sliding and masked layers, whose query and key norms have the weight `norm`."""
     model: Any = gemma(query_pre_attn_scalar=1).requires_grad_(False)
     for layer in model.model.layers:
         attention = layer.self_attn
@@ -124,35 +124,35 @@ def adapted(norm: float = 1.0) -> Made:
     return model, _loss(model, padded=3)
 
 
-def peaked() -> Made:
+def peaked() -> ModelAndLoss:
     return adapted(3.0)
 
 
-def hurt(name: str, layer: int, value: float = float("nan")) -> Made:
-    """The backward of one projection gives NaN."""
+def nan_gradient(name: str, layer: int, value: float = float("nan")) -> ModelAndLoss:
+    """A model in which the backward of one projection returns `value`."""
     model: Any = gemma(num_hidden_layers=4, layer_types=["sliding_attention"] * 3 + ["full_attention"])
 
-    def spoil(module: nn.Module, args: Any, out: Tensor) -> None:
+    def set_to_nan(module: nn.Module, args: Any, out: Tensor) -> None:
         if out.requires_grad:
             out.register_hook(lambda grad: torch.full_like(grad, value))  # type: ignore[no-untyped-call]
 
-    getattr(model.model.layers[layer].self_attn, name).register_forward_hook(spoil)
+    getattr(model.model.layers[layer].self_attn, name).register_forward_hook(set_to_nan)
     return model, _loss(model, padded=3)
 
 
-def hurt_keys() -> Made:
-    return hurt("k_proj", 2)
+def nan_key_gradient() -> ModelAndLoss:
+    return nan_gradient("k_proj", 2)
 
 
-def hurt_frozen() -> Made:
-    """As hurt_keys, in a model whose projections are frozen."""
-    model, loss = hurt("k_proj", 2)
+def nan_gradient_in_frozen_model() -> ModelAndLoss:
+    """As nan_key_gradient, with frozen projections."""
+    model, loss = nan_gradient("k_proj", 2)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("mlp" in name)
     return model, loss
 
 
-def overflowing_mlp() -> Made:
+def overflowing_mlp() -> ModelAndLoss:
     model: Any = qwen("sdpa")
     with torch.no_grad():
         for projection in (model.model.layers[1].mlp.gate_proj, model.model.layers[1].mlp.up_proj):
@@ -160,8 +160,8 @@ def overflowing_mlp() -> Made:
     return model, _loss(model)
 
 
-def by_hand() -> Made:
-    """Two layers that nothing watches."""
+def manual_attention() -> ModelAndLoss:
+    """Two layers without supported attention."""
 
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -179,25 +179,25 @@ def by_hand() -> Made:
     return model, lambda: model(torch.randint(97, (2, 16))).square().mean()
 
 
-def hurt_queries() -> Made:
-    """The backward of attention gives NaN for the queries of layer 2 head 1."""
+def nan_query_gradient() -> ModelAndLoss:
+    """The backward of attention returns NaN for the queries of layer 2 head 1."""
 
-    def spoilt(query: Tensor) -> Tensor:
-        def spoil(grad: Tensor) -> Tensor:
+    def with_nan_gradient(query: Tensor) -> Tensor:
+        def set_to_nan(grad: Tensor) -> Tensor:
             nan = grad.clone()
             nan[:, 1, 5] = float("nan")
             return nan
 
-        query.register_hook(spoil)  # type: ignore[no-untyped-call]
+        query.register_hook(set_to_nan)  # type: ignore[no-untyped-call]
         return query
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(32, 16), Attention(), Attention(), Attention(spoilt), Attention())
+    model = nn.Sequential(nn.Embedding(32, 16), Attention(), Attention(), Attention(with_nan_gradient), Attention())
     return model, lambda: model(torch.randint(32, (2, 12))).square().sum()
 
 
-def rows_without_a_key() -> Made:
-    """A mask of infinities hides every key from the first five rows of one sequence; the loss leaves them out."""
+def rows_without_keys() -> ModelAndLoss:
+    """A mask of infinities hides every key from the first five rows of one sequence; the loss ignores these rows."""
     model: Any = qwen("eager")
     mask = torch.full((24, 24), float("-inf")).triu(1).repeat(3, 1, 1, 1)
     mask[1, :, :5] = float("-inf")
@@ -212,17 +212,19 @@ def rows_without_a_key() -> Made:
     return model, loss
 
 
-def checkpointed() -> Made:
-    """Its layers are computed again in the backward."""
+def checkpointed() -> ModelAndLoss:
+    """A model with activation checkpointing."""
     model: Any = gemma(use_cache=False)
     for layer in model.model.layers:
-        own = layer.forward
-        layer.forward = lambda *args, own=own, **kwargs: checkpoint(own, *args, use_reentrant=False, **kwargs)
+        original_forward = layer.forward
+        layer.forward = lambda *args, original_forward=original_forward, **kwargs: checkpoint(
+            original_forward, *args, use_reentrant=False, **kwargs
+        )
     return model, _loss(model)
 
 
-def attention_with_weights() -> Made:
-    """A module that computes its probabilities itself, with a row that sees no key and that the loss leaves out."""
+def attention_with_weights() -> ModelAndLoss:
+    """A module that returns attention weights, with a row that sees no key and that the loss ignores."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
