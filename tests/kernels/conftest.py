@@ -1,6 +1,6 @@
 """The Triton suite needs a GPU or Triton's interpreter, which must be chosen before Triton is first imported.
 
-Without either, its files are left to test_interpreter.py, which runs them in a process of their own.
+Without either, test_interpreter.py runs these files in separate processes.
 """
 
 import os
@@ -15,26 +15,26 @@ TRITON = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 if not TRITON:
     collect_ignore_glob = ["test_triton_*.py"]
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.kernels.lighter_interpreter import lighten
+    from tests.kernels.faster_interpreter import speed_up
 
-    lighten()
+    speed_up()
 _ADDRESS: Final = "address"
 
 
 def _kind(tensor: Tensor | int | None) -> object:
-    """What a launch may not differ in. Of memory that a backward cuts up for itself no more than the address comes."""
+    """The properties that a cached launch depends on. A backward passes its scratch memory only as an address."""
     if isinstance(tensor, int):
-        assert tensor % 256 == 0, f"the address {tensor} is not aligned as that of a tensor is"
+        assert tensor % 256 == 0, f"the address {tensor} is not aligned like that of a tensor"
         return _ADDRESS
     return None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16)
 
 
 @pytest.fixture(autouse=True)
-def launches_are_remembered_by_all_that_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails a test in which two launches that go by one name differ in more than their pointers.
+def check_launch_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails a test in which two launches with the same key differ in more than their pointers.
 
-    From its second time on a launch is made as the first one was (Call.launch). The interpreter remembers none, so that
-    a name which says too little would show on a GPU alone.
+    From the second time on, a launch repeats the first one with the same key (Call.launch). The interpreter caches no
+    launches, so an incomplete key would fail only on a GPU.
     """
     if not TRITON:
         return
@@ -43,7 +43,9 @@ def launches_are_remembered_by_all_that_they_are(monkeypatch: pytest.MonkeyPatch
     first: dict[Any, tuple[object, Any]] = {}
     launch = Call.launch
 
-    def compared(self: Any, name: Any, tensors: tuple[Tensor | int | None, ...], settle: Callable[[], Any]) -> None:
+    def compare_and_launch(
+        self: Any, name: Any, tensors: tuple[Tensor | int | None, ...], settle: Callable[[], Any]
+    ) -> None:
         made = settle()
         known = (id(self), name, *[tensor is None for tensor in tensors])
         kinds = list(map(_kind, tensors))
@@ -55,15 +57,17 @@ def launches_are_remembered_by_all_that_they_are(monkeypatch: pytest.MonkeyPatch
         _, (made_first, kinds_first, read_first) = first.setdefault(known, (self, (made, kinds, read)))
         kinds = [before if kind is _ADDRESS else kind for kind, before in zip(kinds, kinds_first, strict=True)]
         read = [before if kind is _ADDRESS else kind for kind, before in zip(read, read_first, strict=True)]
-        assert (made_first, kinds_first, read_first) == (made, kinds, read), f"the launch {name} differs from its first"
+        assert (made_first, kinds_first, read_first) == (made, kinds, read), (
+            f"launch {name} differs from the first one with the same key"
+        )
         launch(self, name, tensors, lambda: made)
 
-    monkeypatch.setattr(Call, "launch", compared)
+    monkeypatch.setattr(Call, "launch", compare_and_launch)
 
 
 @pytest.fixture
-def kernels_serve_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU the operators take the reference; where a test asks for this, they take the kernels."""
+def operators_use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, operators use the reference; with this fixture they use the kernels."""
     from foreshock.kernels.flash_attention import op
 
     if not torch.cuda.is_available():
@@ -72,8 +76,8 @@ def kernels_serve_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls are made as on a GPU of compute capability 9.0 by who asks for nothing; none is remembered, nothing was
-    given up yet, and gradients may differ in their bits."""
+    """Calls are made as on a GPU of compute capability 9.0 with default settings: the cache is empty, no kernel has
+    failed, and gradients need not be deterministic."""
     from foreshock.kernels.flash_attention import launch
     from foreshock.kernels.flash_attention.triton_kernels import hopper
 

@@ -1,4 +1,4 @@
-"""The kernels for Hopper as Triton compiles them for compute capability 9.0, on any machine."""
+"""Compiles the Hopper kernels for compute capability 9.0, on any machine."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from foreshock.kernels.flash_attention.triton_kernels.hopper_forward import hopp
 def compiled(
     *, causal: bool, residual: bool, modes: bool, second: bool, tail: bool = False, dtype: str = "bf16"
 ) -> Any:
-    """The forward in one of its versions."""
+    """One version of the forward."""
     kind = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
 
     def descriptor(rows: int) -> str:
@@ -43,7 +43,7 @@ def compiled(
 
 
 def compiled_backward(*, causal: bool, tail: bool = False, dtype: str = "bf16", shared: bool = False) -> Any:
-    """The backward in one of its versions."""
+    """One version of the backward."""
     kinds = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
     words = [*[dtype] * 4, "bf16", "fp32", *["fp32" if shared else dtype] * 2]  # folded rows, dQ, then dK and dV
     names = hopper_backward_kernel.arg_names

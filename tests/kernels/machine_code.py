@@ -1,4 +1,4 @@
-"""What a compiled kernel's machine code does wrong however right the code is that it was made from."""
+"""Finds errors that the compiler introduces into the machine code of a kernel."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ _REGISTER: Final = re.compile(r"UR(\d+)\b")
 _DESCRIPTORS: Final = re.compile(r"R\d+, (R\d+, )?gdesc\[UR(\d+)\]")
 _STALE: Final = "?"
 _Set = dict[int, frozenset[str]]
-"""Where each uniform register may have been set last."""
+"""Addresses of the instructions that may have set each uniform register last."""
 
 
 def listing(compiled: Any, folder: Path) -> list[str]:
@@ -27,11 +27,11 @@ def listing(compiled: Any, folder: Path) -> list[str]:
 
 
 def products_of_stale_registers(lines: list[str]) -> list[str]:
-    """Products of tiles whose place in shared memory stands in uniform registers that another instruction sets where
-    another path was taken, or none.
+    """Products whose tile address is in uniform registers that different paths set by different instructions, or not
+    at all.
 
-    ptxas (12.8) compiled such ones where a loop that may be passed over, and the code behind it, multiply one tile: it
-    set the registers before the loop alone, and they held an earlier tile's place, or nothing, where it was passed.
+    ptxas (12.8) compiled such products if a loop that may be skipped and the code after it multiply the same tile: it
+    set the registers only before the loop, so that they had the address of an earlier tile, or none, if it was skipped.
     """
     blocks = _blocks(lines)
     names = list(blocks)
@@ -39,30 +39,30 @@ def products_of_stale_registers(lines: list[str]) -> list[str]:
     todo, stale = [names[0]], set()
     while todo:
         at = todo.pop()
-        have, onward = dict(known[at]), True
+        current, continues = dict(known[at]), True
         for address, conditional, name, operands in blocks[at]:
-            if name.startswith("HGMMA") and _several(_read(operands), have):
+            if name.startswith("HGMMA") and _is_stale(_read(operands), current):
                 stale.add(f"{address}: {name} {operands}")
             written = _written(name, operands)
-            # The places of a tile's parts are sums of its own.
-            if name.startswith(("UIADD3", "UMOV")) and _several(map(int, _REGISTER.findall(operands)[1:]), have):
+            # The addresses of a tile's parts are sums of the tile's address and a constant.
+            if name.startswith(("UIADD3", "UMOV")) and _is_stale(map(int, _REGISTER.findall(operands)[1:]), current):
                 address += _STALE
             for one in written:
-                have[one] = (have.get(one, frozenset({""})) if conditional else frozenset()) | {address}
+                current[one] = (current.get(one, frozenset({""})) if conditional else frozenset()) | {address}
             if name in ("BRA", "BRX"):
                 for target in re.findall(r"\.L_x_\d+", operands):
-                    _reach(target, have, known, todo)
+                    _reach(target, current, known, todo)
             if name in ("BRA", "BRX", "EXIT") and not conditional:
-                onward = False
+                continues = False
                 break
         after = names.index(at) + 1
-        if onward and after < len(names):
-            _reach(names[after], have, known, todo)
+        if continues and after < len(names):
+            _reach(names[after], current, known, todo)
     return sorted(stale)
 
 
 def _blocks(lines: list[str]) -> dict[str, list[tuple[str, bool, str, str]]]:
-    """Instructions from each label on: address, whether under a condition, name, operands."""
+    """Instructions after each label: address, whether conditional, name, operands."""
     blocks: dict[str, list[tuple[str, bool, str, str]]] = defaultdict(list)
     at = "start"
     for line in lines:
@@ -73,16 +73,17 @@ def _blocks(lines: list[str]) -> dict[str, list[tuple[str, bool, str, str]]]:
     return blocks
 
 
-def _several(registers: Iterable[int], have: _Set) -> bool:
-    """Whether any of them is set in several places, or in none on some path, or from what is."""
+def _is_stale(registers: Iterable[int], current: _Set) -> bool:
+    """Whether any register is set in several places, or not on every path, or from such a register."""
     unset = frozenset({""})
     return any(
-        len(found := have.get(one, unset)) > 1 or "" in found or any(_STALE in at for at in found) for one in registers
+        len(found := current.get(one, unset)) > 1 or "" in found or any(_STALE in at for at in found)
+        for one in registers
     )
 
 
 def _read(operands: str) -> range:
-    """The uniform registers that hold a product's descriptors: two for each operand that lies in shared memory."""
+    """The uniform registers with a product's descriptors: two for each operand in shared memory."""
     found = _DESCRIPTORS.match(operands)
     return range(int(found[2]) + 2 * (found[1] is not None), int(found[2]) + 4) if found else range(0)
 
@@ -95,14 +96,14 @@ def _written(name: str, operands: str) -> range:
     return range(int(found[1]), int(found[1]) + (2 if ".64" in name or ".WIDE" in name else 1))
 
 
-def _reach(target: str, have: _Set, known: dict[str, _Set], todo: list[str]) -> None:
-    """Note what is set where a block is reached, and look at the block again where that is news."""
+def _reach(target: str, current: _Set, known: dict[str, _Set], todo: list[str]) -> None:
+    """Merge the registers that are set at the entry of a block, and queue the block again if they changed."""
     before = known.get(target)
     if before is None:
-        after = have
+        after = current
     else:
         nothing = frozenset({""})
-        after = {one: before.get(one, nothing) | have.get(one, nothing) for one in before.keys() | have.keys()}
+        after = {one: before.get(one, nothing) | current.get(one, nothing) for one in before.keys() | current.keys()}
     if after != before:
         known[target] = dict(after)
         todo.append(target)

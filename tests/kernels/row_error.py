@@ -1,4 +1,4 @@
-"""What rounding does to dW_Q and to the row sums of dS under each mode, against float64, by the size of a common key.
+"""Errors of dW_Q and of the row sums of dS by rounding, in each mode, against float64, by the size of a common key.
 
 By the reference. Queries, keys and values of independent noise; all queries and keys share a direction, which makes the
 offset, and all values another. dW_Q = sum over tokens of dq_t x_t^T for random inputs x.
@@ -17,14 +17,14 @@ from foreshock.kernels.flash_attention.spec import Arguments, Saved, operand_dty
 
 
 class RowError(NamedTuple):
-    """What one arm errs by."""
+    """The errors of one mode."""
 
     weight: float
     """Norm of the error of dW_Q over its norm."""
     row_sum: float
-    """Root mean square of the row sums of dS as it is multiplied for dK, thus rounded; exact arithmetic makes it 0."""
+    """Root mean square of the row sums of dS after rounding, as multiplied for dK; 0 in exact arithmetic."""
     key_sum: float
-    """Norm of dK summed over tokens, what trains a key bias, over the norm of dK; exact arithmetic makes it 0."""
+    """Norm of dK summed over tokens, which trains a key bias, over the norm of dK; 0 in exact arithmetic."""
 
 
 def problem(offset: float, seed: int = 0, length: int = 256, dim: int = 64, shared_value: float = 2.0) -> list[Tensor]:
@@ -44,7 +44,7 @@ def problem(offset: float, seed: int = 0, length: int = 256, dim: int = 64, shar
 
 
 def row_error(inputs: list[Tensor], mode: Mode, numerics: Numerics) -> RowError:
-    """One arm, causal, against float64."""
+    """The errors of one mode with a causal mask, against float64."""
     query, key, value, grad = inputs[:4]
     modes = torch.full((query.shape[1],), int(mode), dtype=torch.int32)
     spec = AttentionSpec(query.shape[3] ** -0.5, "top_left", numerics=numerics)
@@ -74,7 +74,7 @@ def _against_truth(inputs: list[Tensor], grad_query: Tensor, grad_key: Tensor) -
 
 
 def mean_error(offset: float, mode: Mode, numerics: Numerics, seeds: int = 4) -> RowError:
-    """The mean of some seeds."""
+    """The mean over `seeds` seeds."""
     found = [row_error(problem(offset, seed), mode, numerics) for seed in range(seeds)]
     return RowError(*(sum(column) / seeds for column in zip(*found, strict=True)))
 
@@ -82,7 +82,7 @@ def mean_error(offset: float, mode: Mode, numerics: Numerics, seeds: int = 4) ->
 def row_sum_defect(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, modes: Tensor | None, spec: AttentionSpec
 ) -> tuple[float, float]:
-    """Root mean square of the row sums of dS, which exact arithmetic makes 0: before and after dS itself is rounded.
+    """Root mean square of the row sums of dS, before and after dS is rounded; 0 in exact arithmetic.
 
     As the dK, dV pass multiplies it, thus after a row correction.
     """

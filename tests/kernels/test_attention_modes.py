@@ -1,4 +1,4 @@
-"""The mitigations: what they change, on which heads and rows, and that the mathematics stays the same."""
+"""Modes in the reference: which heads and rows they change, and that the results stay accurate."""
 
 import math
 
@@ -16,7 +16,7 @@ from foreshock.kernels.flash_attention.statistics import one_margin
 
 
 def tied(batch: int = 2, heads: int = 4, length: int = 24, dim: int = 16, seed: int = 0) -> list[Tensor]:
-    """query, key, value and gradient in which every row's keys come twice, so that every row ties."""
+    """query, key, value and gradient; every key occurs twice, so that every row ties."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value, grad = (torch.randn(batch, heads, length, dim, generator=generator) for _ in range(4))
     key[:, :, length // 2 :] = key[:, :, : length // 2]
@@ -45,7 +45,7 @@ def flags(*modes: Mode) -> Tensor:
 
 @pytest.mark.parametrize("numerics", ["kernel", "paper"])
 @pytest.mark.parametrize("mode", all_modes(), ids=mode_name)
-def test_a_mode_acts_on_its_head_alone_and_computes_the_same_mathematics(mode: Mode, numerics: Numerics) -> None:
+def test_mode_changes_only_its_head_and_stays_accurate(mode: Mode, numerics: Numerics) -> None:
     inputs = tied()
     plain, _ = run(inputs, None, numerics)
     switched, state = run(inputs, flags(Mode.PLAIN, mode, Mode.PLAIN, Mode.PLAIN), numerics)
@@ -60,7 +60,7 @@ def test_a_mode_acts_on_its_head_alone_and_computes_the_same_mathematics(mode: M
     assert shifted.tolist() == [0, 48 if shifts else 0, 0, 0]
 
 
-def test_modes_of_zero_are_the_same_as_no_modes() -> None:
+def test_zero_modes_equal_no_modes() -> None:
     inputs = tied()
     without, with_zeros = run(inputs, None), run(inputs, torch.zeros(4, dtype=torch.int32))
     assert all(torch.equal(a, b) for a, b in zip(without[0], with_zeros[0], strict=True))
@@ -69,25 +69,25 @@ def test_modes_of_zero_are_the_same_as_no_modes() -> None:
 
 @pytest.mark.parametrize("numerics", ["kernel", "paper"])
 @pytest.mark.parametrize("length", [64, 512])
-@pytest.mark.parametrize(("common", "part"), [(1.0, 0.25), (0.0, 0.75)])
-def test_exact_delta_lowers_the_row_sum_defect_of_ds(
-    common: float, part: float, length: int, numerics: Numerics
+@pytest.mark.parametrize(("common", "remaining"), [(1.0, 0.25), (0.0, 0.75)])
+def test_exact_delta_reduces_the_row_sum_defect_of_ds(
+    common: float, remaining: float, length: int, numerics: Numerics
 ) -> None:
-    """Fourfold if values share a component, as those of the paper's failing head do (figure 6a). If their mean is zero,
-    the forward's rounding of P, which the backward's P does not have, leaves more of it under kernel."""
+    """To a quarter if values share a component, as in the paper's failing head (figure 6a). If their mean is zero, more
+    of the defect remains with `kernel`, because its forward rounds P and its backward does not."""
     generator = torch.Generator().manual_seed(0)
     query, key, value, grad = (torch.randn(1, 2, length, 64, generator=generator) for _ in range(4))
     value += common * torch.randn(1, 2, 1, 64, generator=generator)
     grad, query, key, value = (x.bfloat16() for x in (grad, query, key, value))
     spec = AttentionSpec(scale=1 / 8, numerics=numerics)
     plain, plain_rounded = row_sum_defect(grad, query, key, value, None, spec)
-    both = flags(Mode.EXACT_DELTA, Mode.EXACT_DELTA)
-    exact, exact_rounded = row_sum_defect(grad, query, key, value, both, spec)
-    assert exact < part * plain
+    flags_of_both_heads = flags(Mode.EXACT_DELTA, Mode.EXACT_DELTA)
+    exact, exact_rounded = row_sum_defect(grad, query, key, value, flags_of_both_heads, spec)
+    assert exact < remaining * plain
     assert exact_rounded < plain_rounded
 
 
-def test_the_papers_shift_follows_algorithm_3_up_to_its_cap() -> None:
+def test_paper_shift_follows_algorithm_3_up_to_its_cap() -> None:
     row_max = torch.tensor([-200.0, -3.0, 0.0, 2.0, 350.0])
     assert paper_shift(row_max, torch.bfloat16).tolist() == [60.0, 3.0, 0.0, 2.0, 60.0]
     assert paper_shift(row_max, torch.float16).tolist() == [0.5, 0.5, 0.0, 0.5, 0.5]
@@ -95,7 +95,7 @@ def test_the_papers_shift_follows_algorithm_3_up_to_its_cap() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1.0, 30.0, 300.0])
-def test_no_shift_underflows_at_large_scores(dtype: torch.dtype, size: float) -> None:
+def test_paper_softmax_does_not_underflow_at_large_scores(dtype: torch.dtype, size: float) -> None:
     inputs = [x.to(dtype) for x in tied(batch=1, heads=1)]
     inputs[0] *= size
     (out, lse, *grads), state = run(inputs, flags(Mode.PAPER_SOFTMAX))
@@ -106,7 +106,7 @@ def test_no_shift_underflows_at_large_scores(dtype: torch.dtype, size: float) ->
     assert slot_values(state.numpy(), Slot.SHIFTED_ROWS).item() == 24
 
 
-def test_equal_scores_of_zero_are_not_shifted() -> None:
+def test_rows_with_only_zero_scores_are_not_shifted() -> None:
     inputs = tied(batch=1, heads=2, length=10)
     inputs[0].zero_()
     (out, *_), state = run(inputs, flags(Mode.PLAIN, Mode.PAPER_SOFTMAX))
@@ -115,7 +115,7 @@ def test_equal_scores_of_zero_are_not_shifted() -> None:
     torch.testing.assert_close(out.double(), mean, rtol=0, atol=2.0**-9)
 
 
-def test_ties_count_over_the_whole_row_however_far_apart() -> None:
+def test_ties_are_found_across_the_whole_row() -> None:
     query, key, value, grad = tied(batch=1, heads=1, length=300)
     key[:, :, 150:] = torch.randn(1, 1, 150, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
     best = (query[0, 0, 0] @ key[0, 0].mT).argmax()
@@ -127,12 +127,12 @@ def test_ties_count_over_the_whole_row_however_far_apart() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_margin_of_a_tie_is_where_exp_rounds_to_one(dtype: torch.dtype) -> None:
+def test_tie_margin_is_where_exp_rounds_to_one(dtype: torch.dtype) -> None:
     margin = one_margin(dtype)
     near = torch.tensor([-margin * (1 - 1e-9), -margin * (1 + 1e-9)], dtype=torch.float64).exp().numpy()
-    step = torch.finfo(dtype).eps / 2  # below 1
+    step = torch.finfo(dtype).eps / 2  # the spacing below 1
     distances = (1 - near) / step
-    assert np.round(distances[0] - 1e-6) == 0  # nearer 1 than the next number below it
+    assert np.round(distances[0] - 1e-6) == 0  # closer to 1 than to the next number below
     assert np.round(distances[1] + 1e-6) == 1
     assert torch.tensor(math.exp(-0.99 * margin)).to(dtype) == 1
     assert torch.tensor(math.exp(-1.01 * margin)).to(dtype) < 1

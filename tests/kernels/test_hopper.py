@@ -1,4 +1,4 @@
-"""Which forwards the kernel for Hopper takes, that Triton's serves without it, and what it compiles into."""
+"""Which forwards use the Hopper kernel, which use Triton's, and what the Hopper kernel compiles to."""
 
 import re
 import warnings
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels import machine_code
-from tests.kernels.stand_in_launch import StandInLaunch
+from tests.kernels.fake_launch import FakeLaunch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton")
@@ -38,34 +38,34 @@ def call_for(inputs: tuple[Tensor, Tensor, Tensor], packed: Tensor | None = None
     return call_of(query, key, value, Arguments(None, packed, packed, query.shape[2], key.shape[2], None, spec))
 
 
-def served(inputs: tuple[Tensor, Tensor, Tensor], **options: object) -> bool:
+def uses_hopper(inputs: tuple[Tensor, Tensor, Tensor], **options: object) -> bool:
     return hopper.serves(call_for(inputs, **options), *inputs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
 @pytest.mark.parametrize("length", [1, 127, 128, 1000])
-def test_head_dim_128_is_served_in_both_types_at_any_length(length: int, causal: str, dtype: torch.dtype) -> None:
-    assert served(tensors((2, 4, length), (2, 4, length), dtype=dtype), causal=causal)
+def test_head_dim_128_uses_the_hopper_kernel_at_any_length(length: int, causal: str, dtype: torch.dtype) -> None:
+    assert uses_hopper(tensors((2, 4, length), (2, 4, length), dtype=dtype), causal=causal)
 
 
 @pytest.mark.parametrize(
-    ("version", "known"),
+    ("version", "checked"),
     [("3.5.1", False), ("3.6.0", True), ("3.7.1", True), ("3.8.0", True), ("3.9.0", False), ("3.60.0", False)],
 )
-def test_only_versions_of_triton_whose_machine_code_was_searched_serve(
-    version: str, known: bool, monkeypatch: pytest.MonkeyPatch
+def test_only_checked_triton_versions_use_the_hopper_kernel(
+    version: str, checked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("triton.__version__", version)
-    assert served(tensors()) == known
+    assert uses_hopper(tensors()) == checked
 
 
-def test_grouped_heads_other_lengths_and_views_with_aligned_strides_are_served() -> None:
-    assert served(tensors((2, 8, 256), (2, 2, 256)), causal="top_left")
-    assert served(tensors((2, 4, 100), (2, 4, 300)))
+def test_grouped_heads_unequal_lengths_and_aligned_views_use_the_hopper_kernel() -> None:
+    assert uses_hopper(tensors((2, 8, 256), (2, 2, 256)), causal="top_left")
+    assert uses_hopper(tensors((2, 4, 100), (2, 4, 300)))
     for width in (128, 136):
         query, key, value = torch.empty(3, 2, 256, 4, width, dtype=torch.bfloat16)[..., :128].transpose(2, 3).unbind()
-        assert served((query, key, value), causal="top_left")
+        assert uses_hopper((query, key, value), causal="top_left")
 
 
 @pytest.mark.parametrize(
@@ -90,24 +90,24 @@ def test_grouped_heads_other_lengths_and_views_with_aligned_strides_are_served()
         ),
     ],
 )
-def test_what_the_kernel_does_not_compute_is_left_to_triton(shapes: dict[str, Any], options: dict[str, object]) -> None:
-    assert not served(tensors(**shapes), **options)
+def test_unsupported_options_use_triton(shapes: dict[str, Any], options: dict[str, object]) -> None:
+    assert not uses_hopper(tensors(**shapes), **options)
 
 
-def test_so_are_tensors_that_the_copy_engine_cannot_read() -> None:
+def test_tensors_that_the_copy_engine_cannot_read_use_triton() -> None:
     query, key, value = tensors()
     shifted = torch.empty(query.numel() + 1, dtype=query.dtype)[1:].view_as(query)
     narrow = torch.empty(2, 4, 256, 132, dtype=query.dtype)[..., :128]
     repeated = torch.empty(2, 1, 256, 128, dtype=query.dtype).expand_as(key)
-    assert not served((shifted, key, value))
-    assert not served((query, narrow, value))
-    assert not served((query, key, repeated))
+    assert not uses_hopper((shifted, key, value))
+    assert not uses_hopper((query, narrow, value))
+    assert not uses_hopper((query, key, repeated))
 
 
 @pytest.mark.parametrize("capability", [0, 80, 86, 89, 100, 120])
-def test_so_are_other_gpus(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_gpus_use_triton(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_capability", lambda device: capability)
-    assert not served(tensors())
+    assert not uses_hopper(tensors())
 
 
 def outputs_of(inputs: tuple[Tensor, Tensor, Tensor]) -> Any:
@@ -115,8 +115,8 @@ def outputs_of(inputs: tuple[Tensor, Tensor, Tensor]) -> Any:
     return torch.empty_like(inputs[0]), None, rows, rows, rows
 
 
-class Launches(StandInLaunch):
-    """Stands in for the kernel and for Triton's forward, and keeps who was launched."""
+class Launches(FakeLaunch):
+    """Replaces the Hopper kernel and Triton's forward, and records which were launched."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> None:
         super().__init__(failure)
@@ -124,74 +124,74 @@ class Launches(StandInLaunch):
         monkeypatch.setattr(forward, "launch_forward", self._triton)
 
     def _triton(self, *_: object, shifted: bool = False) -> None:
-        self.made.append("triton for heads that shift" if shifted else "triton")
+        self.launched.append("triton for shifted heads" if shifted else "triton")
 
-    def of(self, inputs: tuple[Tensor, Tensor, Tensor], modes: Tensor | None = None, **options: object) -> list[str]:
+    def run(self, inputs: tuple[Tensor, Tensor, Tensor], modes: Tensor | None = None, **options: object) -> list[str]:
         call = call_for(inputs, **options)  # type: ignore[arg-type]
         given = Arguments(modes, None, None, call.total_q, call.total_k, None, call.spec)
         forward.launch_fastest(call, inputs, outputs_of(inputs), given)
-        made, self.made = self.made, []
-        return made
+        launched, self.launched = self.launched, []
+        return launched
 
 
-def test_one_kernel_is_launched_and_the_choice_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_of_the_kernel_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     launches, inputs = Launches(monkeypatch), tensors()
-    assert launches.of(inputs) == ["hopper"]
-    assert launches.of(inputs, softcap=30.0) == ["triton"]
-    monkeypatch.setattr(hopper, "serves", None)  # which is not asked again
-    assert launches.of(inputs) == ["hopper"]
-    assert launches.of(inputs, softcap=30.0) == ["triton"]
+    assert launches.run(inputs) == ["hopper"]
+    assert launches.run(inputs, softcap=30.0) == ["triton"]
+    monkeypatch.setattr(hopper, "serves", None)  # must not be called again
+    assert launches.run(inputs) == ["hopper"]
+    assert launches.run(inputs, softcap=30.0) == ["triton"]
 
 
-def test_where_heads_have_modes_triton_s_takes_those_that_shift_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_also_runs_for_shifted_heads_if_modes_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     launches, modes = Launches(monkeypatch), torch.zeros(4, dtype=torch.int32)
-    assert launches.of(tensors(), modes) == ["hopper", "triton for heads that shift"]
-    assert launches.of(tensors(), modes, softcap=30.0) == ["triton", "triton for heads that shift"]
+    assert launches.run(tensors(), modes) == ["hopper", "triton for shifted heads"]
+    assert launches.run(tensors(), modes, softcap=30.0) == ["triton", "triton for shifted heads"]
 
 
-def test_triton_s_is_left_out_while_no_head_is_known_to_shift_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_is_skipped_if_no_head_is_known_to_shift(monkeypatch: pytest.MonkeyPatch) -> None:
     launches, modes = Launches(monkeypatch), torch.zeros(4, dtype=torch.int32)
     for flags, shifted in ((0, 0, 0, 0), False), ((0, 8, 1, 0), False), ((0, 4, 0, 0), True):
         note_modes(modes, flags)
-        others = ["triton for heads that shift"] * shifted
-        assert launches.of(tensors(), modes) == ["hopper", *others]
-        assert launches.of(tensors(), modes, softcap=30.0) == ["triton", *others]
+        shifted_launches = ["triton for shifted heads"] * shifted
+        assert launches.run(tensors(), modes) == ["hopper", *shifted_launches]
+        assert launches.run(tensors(), modes, softcap=30.0) == ["triton", *shifted_launches]
 
 
 @pytest.mark.parametrize("failure", [ImportError("no module named gluon"), RuntimeError("PassManager::run failed")])
-def test_where_the_kernel_cannot_be_had_triton_serves_and_one_warning_says_so(
+def test_failed_hopper_launch_falls_back_to_triton_with_one_warning(
     failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = Launches(monkeypatch, failure)
     modes = torch.zeros(4, dtype=torch.int32)
     with pytest.warns(UserWarning, match=rf"for Hopper could not be launched \({type(failure).__name__}"):
-        assert launches.of(tensors(), modes) == ["triton", "triton for heads that shift"]
+        assert launches.run(tensors(), modes) == ["triton", "triton for shifted heads"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert launches.of(tensors()) == launches.of(tensors((1, 4, 256), (1, 4, 256))) == ["triton"]
+        assert launches.run(tensors()) == launches.run(tensors((1, 4, 256), (1, 4, 256))) == ["triton"]
         launches.failure = None
-        of_another_kind = launches.of(tensors((1, 4, 64), (1, 4, 64)))
-    assert of_another_kind == (["triton"] if isinstance(failure, ImportError) else ["hopper"])
+        other_shape = launches.run(tensors((1, 4, 64), (1, 4, 64)))
+    assert other_shape == (["triton"] if isinstance(failure, ImportError) else ["hopper"])
 
 
-def test_who_asks_for_triton_s_alone_gets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_forces_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORESHOCK_KERNELS", "triton")
-    assert Launches(monkeypatch).of(tensors()) == ["triton"]
+    assert Launches(monkeypatch).run(tensors()) == ["triton"]
     modes = torch.zeros(4, dtype=torch.int32)
-    made = Launches(monkeypatch).of(tensors((1, 4, 64), (1, 4, 64)), modes)
-    assert made == ["triton", "triton for heads that shift"]
+    launched = Launches(monkeypatch).run(tensors((1, 4, 64), (1, 4, 64)), modes)
+    assert launched == ["triton", "triton for shifted heads"]
 
 
 def compiled(**version: Any) -> Any:
-    made = pytest.importorskip("tests.kernels.hopper_compiled", reason="needs a Triton that has Gluon")
-    return made.compiled(**version)
+    module = pytest.importorskip("tests.kernels.hopper_compiled", reason="needs a Triton that has Gluon")
+    return module.compiled(**version)
 
 
 def softmaxes(kernel: Any) -> list[str]:
-    """From the wait that leaves one product running to the wait for it, in the loop of one group of warps or of both,
-    since the text ends early."""
-    beside = re.findall(r"gsb0, 0x1(.*?)gsb0, 0x0", kernel.asm["sass"], re.DOTALL)
-    return [part for part in beside if "MUFU.EX2" in part]
+    """Code between the wait that leaves one product running and the wait for that product, in the loop of one warp
+    group or of both, because the listing may end early."""
+    between_waits = re.findall(r"gsb0, 0x1(.*?)gsb0, 0x0", kernel.asm["sass"], re.DOTALL)
+    return [part for part in between_waits if "MUFU.EX2" in part]
 
 
 @pytest.mark.parametrize(
@@ -205,17 +205,16 @@ def softmaxes(kernel: Any) -> list[str]:
         pytest.param(True, False, False, True, marks=pytest.mark.full),
     ],
 )
-def test_it_compiles_into_a_loop_whose_softmax_runs_beside_a_product(
+def test_hopper_forward_compiles_with_the_softmax_overlapping_a_product(
     causal: bool, residual: bool, second: bool, modes: bool, tmp_path: Path
 ) -> None:
     kernel = compiled(causal=causal, residual=residual, modes=modes, second=second)
-    steps = 128 // 16  # products of a tile's scores, and as many of its values
-    # Of two groups of warps each: the first scores, the loop, and a block's last values beside the next one's scores.
+    steps = 128 // 16  # products for the scores of a tile, and as many for its values
+    # For each of two warp groups: the first scores, the loop, and the last values of a block with the next scores.
     products = 2 * (steps + 2 * 2 * steps)
     assert len(re.findall(r"wgmma\.mma_async", kernel.asm["ptx"])) == products
     assert "cp.async.bulk.tensor.4d" in kernel.asm["ptx"]
-    # An exponential for each score of a thread, and one for each of its two rows, and no register that was put away in
-    # memory.
+    # One exponential for each score of a thread, one for each of its two rows, and no spilled registers.
     loops = softmaxes(kernel)
     assert {part.count("MUFU.EX2") for part in loops} == {64 + 2}
     assert not re.search(r"\b(STL|LDL)\b", "".join(loops))
@@ -229,7 +228,7 @@ def test_it_compiles_into_a_loop_whose_softmax_runs_beside_a_product(
     ("causal", "tail", "second", "dtype"),
     [(False, True, True, "bf16"), (True, False, False, "bf16"), (True, False, True, "fp16")],
 )
-def test_no_product_takes_a_stale_tile_past_the_last_key_nor_where_nothing_is_counted_nor_in_fp16(
+def test_no_product_reads_a_stale_tile_with_a_tail_without_counts_or_in_fp16(
     causal: bool, tail: bool, second: bool, dtype: str, tmp_path: Path
 ) -> None:
     kernel = compiled(causal=causal, residual=True, modes=True, second=second, tail=tail, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Which backwards the kernel for Hopper takes, what is launched beside it, and what it compiles into."""
+"""Which backwards use the Hopper kernel, which other passes are launched, and what the kernel compiles to."""
 
 import re
 import warnings
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels import machine_code
-from tests.kernels.stand_in_launch import StandInLaunch
+from tests.kernels.fake_launch import FakeLaunch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need Triton")
@@ -24,14 +24,14 @@ from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
 
 DIM, KEYS, QUERIES, DEPTH = 128, 64, 64, 16
 SHARED_MEMORY = 232_448
-CORRECTED, TRITON = ["rows", "dQ of corrected heads"], ["rows", "dQ", "dK, dV"]
+CORRECTED_PASSES, TRITON_PASSES = ["rows", "dQ of corrected heads"], ["rows", "dQ", "dK, dV"]
 
 
 pytestmark = pytest.mark.usefixtures("on_hopper")
 
 
 class Problem:
-    """A backward's call and tensors, of [B, H, S, D]; nothing is in them."""
+    """The call and the uninitialised tensors [B, H, S, D] of a backward."""
 
     def __init__(
         self,
@@ -56,15 +56,15 @@ class Problem:
         self.grads: Grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
     @property
-    def taken(self) -> bool:
+    def uses_hopper(self) -> bool:
         return hopper.takes_backward(self.call, self.given, self.grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
 @pytest.mark.parametrize("length", [1, 127, 128, 1000])
-def test_head_dim_128_is_taken_in_both_types_whole_and_causal(length: int, causal: str, dtype: torch.dtype) -> None:
-    assert Problem((length, length), dtype=dtype, causal=causal).taken
+def test_head_dim_128_uses_the_hopper_kernel_at_any_length(length: int, causal: str, dtype: torch.dtype) -> None:
+    assert Problem((length, length), dtype=dtype, causal=causal).uses_hopper
 
 
 SHAPE = (2, 4, 256, DIM)
@@ -76,11 +76,11 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize(
-    ("given", "taken"),
+    ("given", "uses_hopper"),
     [
         ({"heads": (8, 2)}, True),
         ({"lengths": (2049, 2049), "heads": (8, 2), "causal": "top_left"}, True),
-        ({"lengths": (2048, 2048), "heads": (8, 2), "causal": "top_left"}, False),  # where Triton is faster
+        ({"lengths": (2048, 2048), "heads": (8, 2), "causal": "top_left"}, False),  # Triton is faster
         ({"lengths": (2048, 2048), "causal": "top_left"}, True),
         ({"lengths": (100, 300)}, True),
         ({"lengths": (300, 100)}, True),
@@ -98,30 +98,30 @@ UNREADABLE = {
         *(({"grad_out": grad_out}, False) for grad_out in UNREADABLE.values()),
     ],
 )
-def test_what_the_kernel_computes_is_taken_and_all_else_is_left_to_triton(given: dict[str, Any], taken: bool) -> None:
-    assert Problem(**given).taken == taken
+def test_only_supported_calls_use_the_hopper_kernel(given: dict[str, Any], uses_hopper: bool) -> None:
+    assert Problem(**given).uses_hopper == uses_hopper
 
 
 @pytest.mark.parametrize("capability", [0, 80, 89, 100])
-def test_other_gpus_are_left_to_triton(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_gpus_use_triton(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_capability", lambda device: capability)
-    assert not Problem().taken
+    assert not Problem().uses_hopper
 
 
-def test_who_asks_for_triton_s_alone_gets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_forces_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORESHOCK_KERNELS", "triton")
-    assert not Problem().taken
+    assert not Problem().uses_hopper
 
 
 @pytest.mark.parametrize(
     ("length", "heads", "causal", "members"),
     [
-        (8192, (32, 8), "top_left", 4),  # 1024 programs of four heads for 132 processors
+        (8192, (32, 8), "top_left", 4),  # 1024 programs of four heads for 132 multiprocessors
         (4096, (32, 8), "top_left", 2),
         (8192, (32, 32), "top_left", 1),
-        (8192, (64, 8), "top_left", 4),  # more run apart
+        (8192, (64, 8), "top_left", 4),  # at most four under a causal mask
         (16384, (24, 8), "top_left", 3),
-        (8192, (10, 2), "top_left", 1),  # five have no other divisor
+        (8192, (10, 2), "top_left", 1),  # five has no smaller divisor
         (8192, (8, 1), "top_left", 1),
         (1024, (32, 8), "none", 2),
         (2048, (16, 2), "none", 2),
@@ -129,36 +129,38 @@ def test_who_asks_for_triton_s_alone_gets_no_other(monkeypatch: pytest.MonkeyPat
         (1, (2, 1), "none", 1),
     ],
 )
-def test_a_program_takes_as_many_heads_of_a_key_head_as_leave_a_gpu_s_processors_enough_programs(
+def test_query_heads_per_program_leave_enough_programs_for_the_gpu(
     length: int, heads: tuple[int, int], causal: str, members: int
 ) -> None:
     assert hopper.fastest_members(Problem((length, length), heads, causal=causal).call, 132) == members
 
 
-def test_a_check_goes_through_every_version_also_where_triton_is_faster_and_leaves_the_choice_as_it_was() -> None:
+def test_each_version_includes_slower_versions_and_restores_the_choice() -> None:
     def fails() -> None:
         for _ in hopper.each_version(DIM, 4):
             raise KeyError
 
     problem = Problem(heads=(8, 2), causal="top_left")
-    assert not problem.taken
-    seen = [(problem.taken, hopper.members_of(problem.call, torch.device("cpu"))) for _ in hopper.each_version(DIM, 4)]
+    assert not problem.uses_hopper
+    seen = [
+        (problem.uses_hopper, hopper.members_of(problem.call, torch.device("cpu"))) for _ in hopper.each_version(DIM, 4)
+    ]
     assert seen == [(True, 1), (True, 4)]
-    assert [problem.taken for _ in hopper.each_version(64, 4)] == [False]
+    assert [problem.uses_hopper for _ in hopper.each_version(64, 4)] == [False]
     with pytest.raises(KeyError):
         fails()
-    assert not problem.taken
+    assert not problem.uses_hopper
     assert "hopper members" not in problem.call.plans
 
 
-def test_without_a_gpu_or_shared_heads_there_is_one_version() -> None:
+def test_one_version_exists_without_a_gpu_or_shared_heads() -> None:
     assert list(each_version(DIM, 1)) == [None]
     if not torch.cuda.is_available():
         assert list(each_version(DIM, 4)) == [None]
 
 
-class Launches(StandInLaunch):
-    """Stands in for every pass, and keeps which were launched, and whether with addresses for tensors."""
+class Launches(FakeLaunch):
+    """Replaces every pass, and records which were launched and whether with addresses instead of tensors."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> None:
         super().__init__(failure)
@@ -167,93 +169,99 @@ class Launches(StandInLaunch):
         monkeypatch.setattr(hopper.BACKWARD, "load", self.kernel)
         monkeypatch.setattr(backward, "launch_rows", self._rows)
         monkeypatch.setattr(backward, "launch_grad_query", self._grad_query)
-        monkeypatch.setattr(backward, "launch_grad_key", lambda *_: self.made.append("dK, dV"))
-        monkeypatch.setattr(backward, "launch_count", lambda *_: self.made.append("count"))
+        monkeypatch.setattr(backward, "launch_grad_key", lambda *_: self.launched.append("dK, dV"))
+        monkeypatch.setattr(backward, "launch_count", lambda *_: self.launched.append("count"))
 
     def _rows(self, call: Call, given: Tensors, addresses: bool) -> None:
-        self.made.append("rows")
+        self.launched.append("rows")
         self.addresses.append(addresses)
 
     def _grad_query(self, *_: object, corrected_only: bool = False) -> None:
-        self.made.append("dQ of corrected heads" if corrected_only else "dQ")
+        self.launched.append("dQ of corrected heads" if corrected_only else "dQ")
 
-    def of(self, problem: Problem) -> list[str]:
+    def run(self, problem: Problem) -> list[str]:
         chosen = configs(90, DIM, problem.call.mean_keys)
         backward.launch_backward(problem.call, chosen, problem.given, problem.grads)
-        made, self.made = self.made, []
-        return made
+        launched, self.launched = self.launched, []
+        return launched
 
 
-def test_one_kernel_stands_for_two_passes_and_the_choice_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_kernel_replaces_two_passes_and_the_choice_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(monkeypatch)
-    assert launches.of(Problem()) == ["rows", "hopper", "count"]
-    assert launches.of(Problem(softcap=30.0)) == [*TRITON, "count"]
-    monkeypatch.setattr(hopper, "serves", None)  # which is not asked again
-    assert launches.of(Problem()) == ["rows", "hopper", "count"]
-    assert launches.of(Problem(softcap=30.0)) == [*TRITON, "count"]
+    assert launches.run(Problem()) == ["rows", "hopper", "count"]
+    assert launches.run(Problem(softcap=30.0)) == [*TRITON_PASSES, "count"]
+    monkeypatch.setattr(hopper, "serves", None)  # must not be called again
+    assert launches.run(Problem()) == ["rows", "hopper", "count"]
+    assert launches.run(Problem(softcap=30.0)) == [*TRITON_PASSES, "count"]
 
 
-def test_where_heads_have_modes_dq_of_corrected_heads_comes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dq_of_corrected_heads_is_launched_before_the_hopper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     launches, modes = Launches(monkeypatch), torch.zeros(4, dtype=torch.int32)
-    assert launches.of(Problem(modes=modes)) == [*CORRECTED, "hopper", "count"]
-    assert launches.of(Problem(modes=modes, softcap=30.0)) == [*TRITON, "count"]
+    assert launches.run(Problem(modes=modes)) == [*CORRECTED_PASSES, "hopper", "count"]
+    assert launches.run(Problem(modes=modes, softcap=30.0)) == [*TRITON_PASSES, "count"]
 
 
-def test_what_the_host_knows_of_modes_chooses_the_passes_and_each_choice_makes_launches_of_its_own(
+def test_known_modes_choose_the_passes_and_each_choice_has_separate_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launches, modes = Launches(monkeypatch), torch.zeros(4, dtype=torch.int32)
-    some, every, none = (0, 8, 0, 0), (8, 9, 8, 8), (0, 1, 4, 0)
-    passes = {some: [*CORRECTED, "hopper"], every: TRITON, none: ["rows", "hopper"]}
-    for flags in (some, every, none) * 2:
+    some_corrected, all_corrected, none_corrected = (0, 8, 0, 0), (8, 9, 8, 8), (0, 1, 4, 0)
+    passes = {
+        some_corrected: [*CORRECTED_PASSES, "hopper"],
+        all_corrected: TRITON_PASSES,
+        none_corrected: ["rows", "hopper"],
+    }
+    for flags in (some_corrected, all_corrected, none_corrected) * 2:
         note_modes(modes, flags)
-        assert launches.of(Problem(modes=modes)) == [*passes[flags], "count"]
+        assert launches.run(Problem(modes=modes)) == [*passes[flags], "count"]
     assert launches.addresses == [False] * 3 + [True] * 3
 
 
-def test_who_wants_equal_bits_gets_triton_s_passes_from_one_call_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_mode_uses_triton_from_the_next_call_on(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(monkeypatch)
-    made = []
+    launched = []
     for deterministic in (False, True, False, True):
         torch.use_deterministic_algorithms(deterministic)
-        made.append(launches.of(Problem()))
-    assert made == [["rows", "hopper", "count"], [*TRITON, "count"]] * 2
-    # No launch of either way was made when the first call of each came: these need tensors.
+        launched.append(launches.run(Problem()))
+    assert launched == [["rows", "hopper", "count"], [*TRITON_PASSES, "count"]] * 2
+    # The first call of each kind has no cached launches, so it needs tensors.
     assert launches.addresses == [False, False, True, True]
 
 
 @pytest.mark.parametrize("members", [(1, 4), (4, 1)])
-def test_each_version_of_a_call_has_launches_of_its_own_to_make_before_addresses_are_enough(
+def test_each_version_of_a_call_first_launches_with_tensors(
     members: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = Launches(monkeypatch)
-    for asked in (*members, *members):
-        monkeypatch.setattr(hopper, "_asked", [asked])
-        assert launches.of(Problem(heads=(8, 2))) == ["rows", "hopper", "count"]
+    for chosen_members in (*members, *members):
+        monkeypatch.setattr(hopper, "_asked", [chosen_members])
+        assert launches.run(Problem(heads=(8, 2))) == ["rows", "hopper", "count"]
     assert launches.addresses == [False, False, True, True]
 
 
 @pytest.mark.parametrize("failure", [ImportError("no module named gluon"), RuntimeError("PassManager::run failed")])
-def test_where_the_kernel_cannot_be_had_triton_begins_again_and_one_warning_says_so(
+def test_failed_hopper_launch_restarts_with_triton_and_warns_once(
     failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches, modes = Launches(monkeypatch, failure), torch.zeros(4, dtype=torch.int32)
     with pytest.warns(UserWarning, match=rf"backward for Hopper could not be launched \({type(failure).__name__}"):
-        assert launches.of(Problem(modes=modes)) == [*CORRECTED, *TRITON, "count"]
+        assert launches.run(Problem(modes=modes)) == [*CORRECTED_PASSES, *TRITON_PASSES, "count"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert launches.of(Problem(modes=modes)) == launches.of(Problem((512, 512))) == [*TRITON, "count"]
+        assert launches.run(Problem(modes=modes)) == launches.run(Problem((512, 512))) == [*TRITON_PASSES, "count"]
         launches.failure = None
-        of_another_kind = launches.of(Problem(causal="top_left"))
-    assert of_another_kind == ([*TRITON, "count"] if isinstance(failure, ImportError) else ["rows", "hopper", "count"])
+        other_call = launches.run(Problem(causal="top_left"))
+    assert other_call == (
+        [*TRITON_PASSES, "count"] if isinstance(failure, ImportError) else ["rows", "hopper", "count"]
+    )
 
 
-def test_where_memory_is_short_that_is_said_and_the_kernel_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_raised_and_the_hopper_kernel_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(monkeypatch, torch.OutOfMemoryError("no memory for the sums"))
     with pytest.raises(torch.OutOfMemoryError, match="no memory for the sums"):
-        launches.of(Problem())
-    launches.made, launches.failure = [], None
-    assert launches.of(Problem()) == ["rows", "hopper", "count"]
+        launches.run(Problem())
+    launches.launched, launches.failure = [], None
+    assert launches.run(Problem()) == ["rows", "hopper", "count"]
 
 
 VERSIONS = [
@@ -270,16 +278,16 @@ VERSIONS = [
 
 
 @pytest.mark.parametrize(("causal", "tail", "dtype", "shared"), VERSIONS)
-def test_it_compiles_into_five_products_a_tile_that_keep_to_registers_and_shared_memory(
+def test_hopper_backward_compiles_to_five_products_per_tile_with_few_spills(
     causal: bool, tail: bool, dtype: str, shared: bool, tmp_path: Path
 ) -> None:
     compiled = pytest.importorskip("tests.kernels.hopper_compiled", reason="needs a Triton that has Gluon")
     kernel = compiled.compiled_backward(causal=causal, tail=tail, dtype=dtype, shared=shared)
-    of_scores = 1 + DIM // DEPTH  # the first adds -lse, or -delta
+    score_products = 1 + DIM // DEPTH  # the first adds -lse, or -delta
     grads = 2 * QUERIES // DEPTH
-    of_query = 2 * KEYS // DEPTH
-    # Of two groups each: the first tile's P and dP, the loop, and the last tile's gradients.
-    products = 2 * 2 * (2 * of_scores + grads + of_query)
+    query_products = 2 * KEYS // DEPTH
+    # For each of two warp groups: P and dP of the first tile, the loop, and the gradients of the last tile.
+    products = 2 * 2 * (2 * score_products + grads + query_products)
     assert len(re.findall(r"wgmma\.mma_async", kernel.asm["ptx"])) == products
     assert "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add" in kernel.asm["ptx"]
     assert "st.local" not in kernel.asm["ptx"]
@@ -287,6 +295,6 @@ def test_it_compiles_into_five_products_a_tile_that_keep_to_registers_and_shared
     lines = machine_code.listing(kernel, tmp_path)
     assert sum("HGMMA" in line for line in lines) == products
     assert machine_code.products_of_stale_registers(lines) == []
-    # ptxas puts two registers of each group away beside dK's operands, as it did where this was measured, and no more;
-    # and outside the loop one, or up to three of each group where shared gradients are added.
+    # ptxas spills two registers per group next to dK's operands, as in the measured build. Outside the loop it spills
+    # one, or up to three per group if shared gradients are added.
     assert sum(bool(re.search(r"\bSTL\b", line)) for line in lines) <= (10 if shared else 5)

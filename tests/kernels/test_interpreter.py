@@ -1,4 +1,4 @@
-"""Where there is no GPU, the Triton suite runs in Triton's interpreter, in processes that chose it from the start."""
+"""Without a GPU, the Triton suite runs in Triton's interpreter, in processes that enable it at their start."""
 
 import os
 import subprocess
@@ -10,13 +10,13 @@ import torch
 
 SUITE = sorted(Path(__file__).parent.glob("test_triton_*.py"))
 PARTS = {"attention": SUITE[:1], "cuda to launch": SUITE[1:5], "log-sum-exp to ties": SUITE[5:]}
-"""Of about the same time. Each process imports PyTorch and Triton, which takes as long as a file's tests."""
+"""Parts of similar duration. Each process imports PyTorch and Triton, which takes as long as the tests of a file."""
 
 
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the suite runs on the GPU, in this process")
 @pytest.mark.parametrize("part", PARTS)
-def test_the_triton_kernels_pass_their_suite_in_the_interpreter(part: str) -> None:
+def test_triton_suite_passes_in_the_interpreter(part: str) -> None:
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tier", "full"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     result = subprocess.run(

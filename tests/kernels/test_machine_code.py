@@ -1,17 +1,17 @@
-"""Products whose tiles stand where only some paths say are found in a listing, and no others."""
+"""Products whose tile address depends on the execution path are found in a listing, and no others."""
 
 import pytest
 
-pytest.importorskip("triton", reason="the listing is made by Triton's tools")
+pytest.importorskip("triton", reason="Triton's tools make the listing")
 
 from tests.kernels.machine_code import products_of_stale_registers
 
 START = ["UMOV UR9, 0x40000040", "UMOV UR10, 0x400", "UMOV UR11, 0x40000040"]
-PLACE = "USGXT.U32 UR8, UR7, 0xe"
+SET_ADDRESS = "USGXT.U32 UR8, UR7, 0xe"
 PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24"
 FROM_REGISTERS = "HGMMA.64x128x16.F32.BF16 R88, R180, gdesc[UR8].tnspB, R88"
-PASSED_OVER = "@P0 BRA `(.L_x_1)"
-AGAIN = "@P1 BRA `(.L_x_0)"
+SKIP = "@P0 BRA `(.L_x_1)"
+LOOP_BACK = "@P1 BRA `(.L_x_0)"
 
 
 def listing(*lines: str) -> list[str]:
@@ -25,16 +25,16 @@ def listing(*lines: str) -> list[str]:
 @pytest.mark.parametrize(
     "lines",
     [
-        (PASSED_OVER, PLACE, ".L_x_1:", PRODUCT),
-        (PLACE, PASSED_OVER, PLACE, ".L_x_1:", PRODUCT),
-        (PLACE, ".L_x_0:", PASSED_OVER, PLACE, ".L_x_1:", PRODUCT, AGAIN),
-        (PLACE, f"@P0 {PLACE}", PRODUCT),
-        ("USGXT.U32 UR4, UR7, 0xe", PASSED_OVER, "UMOV UR4, UR6", ".L_x_1:", "UIADD3 UR8, UP0, UR4, 0x2, URZ", PRODUCT),
+        (SKIP, SET_ADDRESS, ".L_x_1:", PRODUCT),
+        (SET_ADDRESS, SKIP, SET_ADDRESS, ".L_x_1:", PRODUCT),
+        (SET_ADDRESS, ".L_x_0:", SKIP, SET_ADDRESS, ".L_x_1:", PRODUCT, LOOP_BACK),
+        (SET_ADDRESS, f"@P0 {SET_ADDRESS}", PRODUCT),
+        ("USGXT.U32 UR4, UR7, 0xe", SKIP, "UMOV UR4, UR6", ".L_x_1:", "UIADD3 UR8, UP0, UR4, 0x2, URZ", PRODUCT),
         (PRODUCT,),
-        ("BRX R4 -0x290 (*\"BRANCH_TARGETS .L_x_0,.L_x_1\"*)", ".L_x_0:", PLACE, ".L_x_1:", PRODUCT),
+        ("BRX R4 -0x290 (*\"BRANCH_TARGETS .L_x_0,.L_x_1\"*)", ".L_x_0:", SET_ADDRESS, ".L_x_1:", PRODUCT),
     ],
 )  # fmt: skip
-def test_a_product_of_a_tile_whose_place_depends_on_the_path_is_found(lines: tuple[str, ...]) -> None:
+def test_product_with_a_path_dependent_tile_address_is_found(lines: tuple[str, ...]) -> None:
     found = products_of_stale_registers(listing(*lines))
     assert [one.split(": ", 1)[1] for one in found] == [PRODUCT]
 
@@ -42,14 +42,14 @@ def test_a_product_of_a_tile_whose_place_depends_on_the_path_is_found(lines: tup
 @pytest.mark.parametrize(
     "lines",
     [
-        (PLACE, PRODUCT),
-        (PLACE, PASSED_OVER, PRODUCT, ".L_x_1:", PRODUCT),
-        (PASSED_OVER, PLACE, PRODUCT, ".L_x_1:", PLACE, PRODUCT),
-        (".L_x_0:", PLACE, PRODUCT, AGAIN),
+        (SET_ADDRESS, PRODUCT),
+        (SET_ADDRESS, SKIP, PRODUCT, ".L_x_1:", PRODUCT),
+        (SKIP, SET_ADDRESS, PRODUCT, ".L_x_1:", SET_ADDRESS, PRODUCT),
+        (".L_x_0:", SET_ADDRESS, PRODUCT, LOOP_BACK),
         (FROM_REGISTERS,),
-        (PASSED_OVER, PLACE, "EXIT", ".L_x_1:", PLACE, PRODUCT),
+        (SKIP, SET_ADDRESS, "EXIT", ".L_x_1:", SET_ADDRESS, PRODUCT),
         ("ULDC.64 UR8, c[0x0][0x208]", PRODUCT),
     ],
 )
-def test_a_product_of_a_tile_whose_place_is_the_same_on_every_path_is_not(lines: tuple[str, ...]) -> None:
+def test_product_with_the_same_tile_address_on_every_path_is_not_found(lines: tuple[str, ...]) -> None:
     assert products_of_stale_registers(listing(*lines)) == []

@@ -1,4 +1,4 @@
-"""The operators under autograd, torch.compile, activation checkpointing and opcheck; counts land once."""
+"""The operators under autograd, torch.compile, activation checkpointing and opcheck; every step is counted once."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ def tensors() -> list[Tensor]:
 
 
 def step(attention: Layer) -> list[Tensor]:
-    """Output, gradients and the packed states of three layers, of which the second ran."""
+    """Output, gradients and the stacked states of three layers, of which only the second ran."""
     states = torch.stack([new_state(4)] * 3)
     query, key, value = tensors()
     out = attention(query, key, value, states[1])
@@ -70,14 +70,14 @@ def checkpointed(function: Layer, use_reentrant: bool) -> Layer:
         pytest.param(lambda f: compiled(checkpointed(f, False), "inductor"), id="inductor of a checkpoint"),
     ],
 )
-def test_a_step_counts_once_and_on_its_own_layer(wrap: Callable[[Layer], Layer]) -> None:
+def test_step_is_counted_once_and_in_its_layer(wrap: Callable[[Layer], Layer]) -> None:
     eager, wrapped = step(layer), step(wrap(layer))
     assert all(torch.equal(a, b) for a, b in zip(eager, wrapped, strict=True))
     assert slot_values(eager[-1].numpy(), Slot.ROWS).tolist() == [[0] * 4, [18] * 4, [0] * 4]
 
 
 @pytest.mark.promise("K10")
-def test_a_recomputed_forward_draws_the_same_dropout() -> None:
+def test_recomputed_forward_has_the_same_dropout() -> None:
     def dropping(query: Tensor, key: Tensor, value: Tensor, state: Tensor) -> Tensor:
         return flash_attention(query, key, value, causal=True, dropout_p=0.3, state=state)
 
@@ -89,7 +89,7 @@ def test_a_recomputed_forward_draws_the_same_dropout() -> None:
         assert all(torch.equal(a, b) for a, b in zip(eager, wrapped, strict=True))
 
 
-def test_a_state_that_is_emptied_between_forward_and_backward_is_still_counted_into() -> None:
+def test_state_reset_between_forward_and_backward_still_counts_the_step() -> None:
     state = new_state(4)
     query, key, value = tensors()
     out = layer(query, key, value, state)
@@ -98,8 +98,8 @@ def test_a_state_that_is_emptied_between_forward_and_backward_is_still_counted_i
     assert slot_values(state.numpy(), Slot.ROWS).tolist() == [18] * 4
 
 
-class Seen(TorchDispatchMode):
-    """Keeps which of our operators went through PyTorch's dispatcher."""
+class DispatchRecorder(TorchDispatchMode):
+    """Records foreshock's operators that go through PyTorch's dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -111,8 +111,8 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class SeenFunctions(TorchFunctionMode):
-    """Keeps which of our operators were called as functions of PyTorch."""
+class FunctionRecorder(TorchFunctionMode):
+    """Records foreshock's operators that are called as functions of PyTorch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,17 +124,17 @@ class SeenFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-BOTH = ["attention_forward", "attention_backward"]
+OPERATORS = ["attention_forward", "attention_backward"]
 
 
 @pytest.fixture
 def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which of our operators are called from here on."""
+    """Names of foreshock's operators that go through the dispatcher from now on."""
     names: list[str] = []
-    for name in BOTH:
-        ours = getattr(op, name)
+    for name in OPERATORS:
+        operator_of_name = getattr(op, name)
 
-        def called(*given: Any, name: str = name, operator: Any = ours) -> Any:
+        def called(*given: Any, name: str = name, operator: Any = operator_of_name) -> Any:
             names.append(name)
             return operator(*given)
 
@@ -143,9 +143,11 @@ def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.promise("K10")
-@pytest.mark.parametrize(("mode", "names"), [(Seen, BOTH), (SeenFunctions, BOTH[:1])])  # autograd has no functions
-def test_a_mode_sees_the_operators_that_eager_calls_pass_by(
-    dispatched: list[str], mode: Callable[[], Seen | SeenFunctions], names: list[str]
+@pytest.mark.parametrize(
+    ("mode", "names"), [(DispatchRecorder, OPERATORS), (FunctionRecorder, OPERATORS[:1])]
+)  # the backward is not called as a function
+def test_pytorch_modes_see_operators_that_eager_calls_do_not_dispatch(
+    dispatched: list[str], mode: Callable[[], DispatchRecorder | FunctionRecorder], names: list[str]
 ) -> None:
     plain = step(layer)
     assert dispatched == []
@@ -155,7 +157,7 @@ def test_a_mode_sees_the_operators_that_eager_calls_pass_by(
     assert all(torch.equal(one, other) for one, other in zip(plain, in_mode, strict=True))
 
 
-def test_a_default_device_sends_no_call_through_the_dispatcher(dispatched: list[str]) -> None:
+def test_default_device_does_not_send_calls_through_the_dispatcher(dispatched: list[str]) -> None:
     query, key, value = tensors()
     plain = flash_attention(query, key, value, causal=True, dropout_p=0.5, state=new_state(4))
     with torch.device("meta"):
@@ -167,52 +169,50 @@ def test_a_default_device_sends_no_call_through_the_dispatcher(dispatched: list[
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_tensors_without_numbers_give_shapes_and_types(packed: bool) -> None:
+def test_meta_tensors_give_shapes_and_dtypes(packed: bool) -> None:
     given = [x.detach().to("meta").requires_grad_() for x in (x[:1] for x in tensors())]
     ends = torch.zeros(3, dtype=torch.int32, device="meta") if packed else None
     state = torch.zeros(new_state(4).shape, dtype=torch.int64, device="meta")
     out = flash_attention(*given, causal=True, state=state, cu_seqlens_q=ends, cu_seqlens_k=ends)
     torch.autograd.backward(out.float().square().sum())
-    of_each = [(x.shape, x.dtype, x.device) for x in (out, *(x.grad for x in given if x.grad is not None))]
-    assert of_each == [(given[0].shape, torch.bfloat16, given[0].device)] * 4
+    properties = [(x.shape, x.dtype, x.device) for x in (out, *(x.grad for x in given if x.grad is not None))]
+    assert properties == [(given[0].shape, torch.bfloat16, given[0].device)] * 4
 
 
 @pytest.mark.promise("K10")
-def test_a_profile_names_the_operators() -> None:
+def test_profiler_shows_the_operators() -> None:
     with torch.profiler.profile() as profile:
         step(layer)
-    assert {f"foreshock::{name}" for name in BOTH} <= {event.key for event in profile.key_averages()}
+    assert {f"foreshock::{name}" for name in OPERATORS} <= {event.key for event in profile.key_averages()}
 
 
-class Wrapped(Tensor):
-    """A tensor of another class."""
+class TensorSubclass(Tensor):
+    """A subclass of Tensor."""
 
 
 def negated(x: Tensor) -> Tensor:
-    """x, whose memory has the other signs."""
+    """x as a view with the negative bit: the memory has opposite signs."""
     return torch._neg_view(-x)
 
 
 @pytest.mark.promise("K10")
-@pytest.mark.parametrize("other", [lambda x: x.as_subclass(Wrapped), negated], ids=["subclass", "negative bit"])
+@pytest.mark.parametrize("other", [lambda x: x.as_subclass(TensorSubclass), negated], ids=["subclass", "negative bit"])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_an_operand_that_is_not_what_its_memory_holds_goes_by_the_dispatcher(
+def test_subclasses_and_negative_views_go_through_the_dispatcher(
     dispatched: list[str], other: Callable[[Tensor], Tensor], place: int
 ) -> None:
-    def layer_of_others(query: Tensor, key: Tensor, value: Tensor, state: Tensor) -> Tensor:
+    def layer_with_replaced_operand(query: Tensor, key: Tensor, value: Tensor, state: Tensor) -> Tensor:
         given = [other(x) if at == place else x for at, x in enumerate((query, key, value))]
         return layer(given[0], given[1], given[2], state).as_subclass(Tensor)
 
-    plain, others = step(layer), step(layer_of_others)
-    assert dispatched == BOTH
+    plain, others = step(layer), step(layer_with_replaced_operand)
+    assert dispatched == OPERATORS
     assert all(torch.equal(one, another) for one, another in zip(plain, others, strict=True))
 
 
 @pytest.mark.promise("K10")
-@pytest.mark.parametrize("zero", [False, True], ids=["negative bit", "zeros of no memory"])
-def test_an_output_gradient_that_is_not_what_its_memory_holds_goes_by_the_dispatcher(
-    dispatched: list[str], zero: bool
-) -> None:
+@pytest.mark.parametrize("zero", [False, True], ids=["negative bit", "zero tensor"])
+def test_negative_and_zero_tensor_output_gradients_go_through_the_dispatcher(dispatched: list[str], zero: bool) -> None:
     generator = torch.Generator().manual_seed(5)
     plain = torch.zeros(2, 4, 9, 8) if zero else torch.randn(2, 4, 9, 8, generator=generator)
     plain = plain.bfloat16()
@@ -232,7 +232,7 @@ def test_an_output_gradient_that_is_not_what_its_memory_holds_goes_by_the_dispat
 
 @pytest.mark.promise("K10")
 @pytest.mark.parametrize("pre_dispatch", [False, True])
-def test_a_traced_graph_holds_the_operator(pre_dispatch: bool) -> None:
+def test_traced_graph_contains_the_operator(pre_dispatch: bool) -> None:
     inputs = [x.detach() for x in tensors()]
     traced = make_fx(lambda *operands: flash_attention(*operands, causal=True), pre_dispatch=pre_dispatch)(*inputs)
     assert torch.ops.foreshock.attention_forward.default in {node.target for node in traced.graph.nodes}
@@ -240,7 +240,7 @@ def test_a_traced_graph_holds_the_operator(pre_dispatch: bool) -> None:
     assert torch.equal(traced(*others), flash_attention(*others, causal=True))
 
 
-def test_autocast_is_off_inside_the_operators() -> None:
+def test_autocast_does_not_affect_the_operators() -> None:
     plain = step(layer)
     with torch.autocast("cpu", torch.bfloat16):
         cast = step(layer)
@@ -270,16 +270,16 @@ def test_opcheck_passes_with_permuted_inputs_and_packed_sequences() -> None:
 
 
 @pytest.fixture
-def fresh_choice() -> Iterator[None]:
+def reset_kernel_choice() -> Iterator[None]:
     op._triton.cache_clear()
     yield
     op._triton.cache_clear()
 
 
 @pytest.mark.promise("K11")
-@pytest.mark.usefixtures("fresh_choice")
+@pytest.mark.usefixtures("reset_kernel_choice")
 @pytest.mark.parametrize(
-    ("given", "kernels", "named"),
+    ("given", "kernels", "warns"),
     [
         ("reference", False, False),
         ("triton", True, False),
@@ -287,20 +287,20 @@ def fresh_choice() -> Iterator[None]:
         *((wrong, True, True) for wrong in ("Triton", "refrence", "gluon")),
     ],
 )
-def test_a_variable_chooses_the_kernels_and_a_choice_that_there_is_not_is_named_once(
-    given: str, kernels: bool, named: bool, monkeypatch: pytest.MonkeyPatch
+def test_environment_variable_chooses_the_kernels_and_an_invalid_value_warns_once(
+    given: str, kernels: bool, warns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("triton", reason="without it another warning says so")
+    pytest.importorskip("triton", reason="without Triton, another warning is given")
     monkeypatch.setenv("FORESHOCK_KERNELS", given)
-    said = f"FORESHOCK_KERNELS is '{given}'; set it to 'triton' .* or to 'reference'"
-    with pytest.warns(UserWarning, match=said) if named else nullcontext():
+    message = f"FORESHOCK_KERNELS is '{given}'; set it to 'triton' .* or to 'reference'"
+    with pytest.warns(UserWarning, match=message) if warns else nullcontext():
         assert (op._triton() is not None) == kernels
     assert (op._triton() is not None) == kernels  # and no second warning, which would be an error
 
 
 @pytest.mark.promise("K11")
-@pytest.mark.usefixtures("fresh_choice")
-def test_missing_kernels_give_one_warning_and_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("reset_kernel_choice")
+def test_missing_kernels_fall_back_to_the_reference_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
     monkeypatch.setitem(sys.modules, "foreshock.kernels.flash_attention.triton_kernels.backward", None)
     monkeypatch.delattr(triton_kernels_package, "backward", raising=False)

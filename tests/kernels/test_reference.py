@@ -1,4 +1,4 @@
-"""What attention computes: outputs and gradients against float64, each feature against its definition, and edges."""
+"""Reference attention: outputs and gradients against float64, features against their definitions, and edge cases."""
 
 import math
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def log_sum_exp(inputs: list[Tensor], **options: Any) -> Tensor:
 
 
 def naive(inputs: list[Tensor], grad: Tensor, visible: Tensor, scale: float, softcap: float = 0.0) -> list[Tensor]:
-    """The same by autograd, from the definition, and the log-sum-exp."""
+    """The same from the definition by autograd, and the log-sum-exp."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     query, key, value = leaves
     group = query.shape[1] // key.shape[1]
@@ -57,7 +57,7 @@ def naive(inputs: list[Tensor], grad: Tensor, visible: Tensor, scale: float, sof
     return [out.detach(), *torch.autograd.grad(out, leaves, grad), scores.logsumexp(-1).detach()]
 
 
-def every(queries: int, keys: int) -> Tensor:
+def all_visible(queries: int, keys: int) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool)
 
 
@@ -66,14 +66,14 @@ def distance(queries: int, keys: int, offset: int) -> Tensor:
 
 
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor]] = {
-    "full": ({}, {}, every(13, 13)),
-    "cross": ({"keys": 7}, {}, every(13, 7)),
+    "full": ({}, {}, all_visible(13, 13)),
+    "cross": ({"keys": 7}, {}, all_visible(13, 7)),
     "causal": ({}, {"causal": True}, distance(13, 13, 0) <= 0),
     "top left, fewer keys": ({"keys": 7}, {"causal": "top_left"}, distance(13, 7, 0) <= 0),
     "top left, more keys": ({"keys": 20}, {"causal": "top_left"}, distance(13, 20, 0) <= 0),
     "bottom right, more keys": ({"keys": 20}, {"causal": "bottom_right"}, distance(13, 20, 7) <= 0),
     "grouped heads": ({"kv_heads": 2}, {"causal": True}, distance(13, 13, 0) <= 0),
-    "one key head": ({"kv_heads": 1}, {}, every(13, 13)),
+    "one key head": ({"kv_heads": 1}, {}, all_visible(13, 13)),
     "window": ({}, {"window": (3, 2)}, (distance(13, 13, 0) >= -3) & (distance(13, 13, 0) <= 2)),
     "causal window": (
         {"keys": 20},
@@ -81,12 +81,12 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor]] = {
         (distance(13, 20, 7) >= -4) & (distance(13, 20, 7) <= 0),
     ),
     "softcap": ({"kv_heads": 2}, {"softcap": 1.5, "causal": True}, distance(13, 13, 0) <= 0),
-    "scale": ({}, {"scale": 0.7}, every(13, 13)),
+    "scale": ({}, {"scale": 0.7}, all_visible(13, 13)),
 }
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_float64_equals_autograd_of_the_definition(name: str) -> None:
+def test_float64_matches_autograd_of_the_definition(name: str) -> None:
     shapes, options, visible = FEATURES[name]
     *inputs, grad = tensors(2, 4, 13, 8, **shapes)
     scale = options.get("scale", 1 / math.sqrt(8))
@@ -100,7 +100,7 @@ def test_float64_equals_autograd_of_the_definition(name: str) -> None:
 @pytest.mark.promise("K1")
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("numerics", ["kernel", "paper", "float32"])
-def test_every_numerics_computes_the_same_mathematics(name: str, numerics: str) -> None:
+def test_every_numerics_is_accurate_against_float64(name: str, numerics: str) -> None:
     shapes, options, _ = FEATURES[name]
     *inputs, grad = [x.bfloat16() for x in tensors(2, 4, 13, 8, **shapes)]
     truth = gradients([x.double() for x in inputs], grad.double(), numerics="float64", **options)
@@ -116,33 +116,31 @@ def test_every_numerics_computes_the_same_mathematics(name: str, numerics: str) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", [(2, 2, 64, 32), (1, 2, 200, 64), (1, 1, 128, 128)])
-def test_kernel_errors_are_within_twice_those_of_pytorch(
-    shape: tuple[int, ...], causal: bool, dtype: torch.dtype
-) -> None:
+def test_errors_are_at_most_twice_those_of_pytorch(shape: tuple[int, ...], causal: bool, dtype: torch.dtype) -> None:
     *inputs, grad = [x.to(dtype) for x in tensors(*shape)]
     truth = gradients([x.double() for x in inputs], grad.double(), numerics="float64", causal=causal)
-    ours = gradients(inputs, grad, causal=causal)
+    foreshock_results = gradients(inputs, grad, causal=causal)
     leaves = [x.clone().requires_grad_() for x in inputs]
     query, key, value = leaves
     out = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
-    theirs = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-    for got, peer, want in zip(ours, theirs, truth, strict=True):
+    pytorch_results = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    for got, peer, want in zip(foreshock_results, pytorch_results, truth, strict=True):
         assert (got.double() - want).abs().max() <= 2 * (peer.double() - want).abs().max()
         assert (got.double() - want).norm() <= 2 * (peer.double() - want).norm()
 
 
 @pytest.mark.promise("K1")
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_log_sum_exp_is_within_twice_the_error_of_pytorch(causal: bool) -> None:
+def test_log_sum_exp_error_is_at_most_twice_that_of_pytorch(causal: bool) -> None:
     query, key, value, _ = [x.bfloat16() for x in tensors(2, 4, 200, 64)]
     _, truth = flash_attention(
         query.double(), key.double(), value.double(), causal=causal, numerics="float64", return_lse=True
     )
-    _, ours = flash_attention(query, key, value, causal=causal, return_lse=True)
-    _, theirs = CPU_FLASH(query, key, value, 0.0, causal)
-    assert ours.dtype == torch.float32
-    assert (ours - truth).abs().max() <= 2 * (theirs - truth).abs().max()
-    assert (ours - truth).mean().abs() <= 2 * (theirs - truth).abs().max()
+    _, foreshock_results = flash_attention(query, key, value, causal=causal, return_lse=True)
+    _, pytorch_results = CPU_FLASH(query, key, value, 0.0, causal)
+    assert foreshock_results.dtype == torch.float32
+    assert (foreshock_results - truth).abs().max() <= 2 * (pytorch_results - truth).abs().max()
+    assert (foreshock_results - truth).mean().abs() <= 2 * (pytorch_results - truth).abs().max()
 
 
 @pytest.mark.parametrize("numerics", ["kernel", "paper", "float32", "float64"])
@@ -151,11 +149,11 @@ def test_values_of_one_give_outputs_of_one(numerics: str, size: float) -> None:
     query, key, value, _ = [x.bfloat16() for x in tensors(2, 4, 100, 32)]
     out = attention(query * size, key, torch.ones_like(value), causal=True, numerics=numerics)
     assert (out.double().mean() - 1).abs() < 2e-4
-    tolerance = 2.0**-8 if numerics == "paper" else 0.0  # a row sum rounded to bf16 is off by as much
+    tolerance = 2.0**-8 if numerics == "paper" else 0.0  # the error of a row sum rounded to bf16
     assert (out.double() - 1).abs().max() <= tolerance
 
 
-def test_values_of_one_sign_with_ties_show_no_bias() -> None:
+def test_tied_rows_with_values_of_one_sign_have_no_bias() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value, _ = [x.bfloat16() for x in tensors(4, 2, 64, 32)]
     key[:, :, 32:] = key[:, :, :32]  # every row ties
@@ -168,7 +166,7 @@ def test_values_of_one_sign_with_ties_show_no_bias() -> None:
 
 @pytest.mark.promise("K8")
 @pytest.mark.parametrize("size", [1e2, 1e4])
-def test_saturated_rows_return_the_value_of_the_winning_key(size: float) -> None:
+def test_saturated_rows_return_the_value_of_the_key_with_the_largest_score(size: float) -> None:
     query = torch.zeros(1, 1, 8, 8)
     query[0, 0] = torch.eye(8) * size
     key = torch.eye(8).view(1, 1, 8, 8)
@@ -190,7 +188,7 @@ def test_sizes_of_zero_and_one_work(batch: int, heads: int, length: int) -> None
 
 @pytest.mark.promise("K6")
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "padded", "expanded"])
-def test_strides_are_honoured_and_inputs_left_alone(layout: str) -> None:
+def test_strides_are_respected_and_inputs_are_unchanged(layout: str) -> None:
     *inputs, grad = [x.bfloat16() for x in tensors(2, 4, 12, 8)]
     if layout == "expanded":
         inputs = [x[:, :1].expand(2, 4, 12, 8) for x in inputs]
@@ -202,34 +200,34 @@ def test_strides_are_honoured_and_inputs_left_alone(layout: str) -> None:
         "padded": lambda x: F.pad(x, (3, 5, 2, 1))[:, :, 2:-1, 3:-5],
         "expanded": lambda x: x,
     }
-    made = layouts[layout]
-    strided = [made(x) for x in inputs]
+    change_layout = layouts[layout]
+    strided = [change_layout(x) for x in inputs]
     leaves = [x.requires_grad_() for x in strided]
     out = attention(*leaves, causal=True)
-    got = [out.detach(), *torch.autograd.grad(out, leaves, made(grad))]
+    got = [out.detach(), *torch.autograd.grad(out, leaves, change_layout(grad))]
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(strided, plain, strict=True))
 
 
-def test_packed_sequences_equal_their_sequences_one_by_one() -> None:
+def test_packed_sequences_match_separate_calls() -> None:
     lengths = [5, 0, 9, 1]
     parts = [[x.bfloat16() for x in tensors(1, 4, 9, 8, kv_heads=2, seed=i)] for i in range(len(lengths))]
     parts = [[x[:, :, :length] for x in part] for part, length in zip(parts, lengths, strict=True)]
     *inputs, grad = [torch.cat(pieces, 2) for pieces in zip(*parts, strict=True)]
     cu_seqlens = torch.tensor([0, 5, 5, 14, 15], dtype=torch.int32)
     packed = gradients(inputs, grad, causal=True, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=9)
-    alone = [gradients(list(part[:3]), part[3], causal=True) for part in parts]
-    for got, pieces in zip(packed, zip(*alone, strict=True), strict=True):
+    separate = [gradients(list(part[:3]), part[3], causal=True) for part in parts]
+    for got, pieces in zip(packed, zip(*separate, strict=True), strict=True):
         torch.testing.assert_close(got, torch.cat(pieces, 2), rtol=1e-2, atol=1e-3)
 
 
-def test_gradients_are_given_for_any_subset_of_the_inputs() -> None:
+def test_gradients_are_computed_for_any_subset_of_the_inputs() -> None:
     *inputs, grad = [x.bfloat16() for x in tensors(1, 2, 6, 8)]
-    everything = gradients(inputs, grad)[1:]
+    all_gradients = gradients(inputs, grad)[1:]
     for wanted in range(1, 8):
         leaves = [x.clone().requires_grad_(bool(wanted >> i & 1)) for i, x in enumerate(inputs)]
         torch.autograd.backward(attention(*leaves), grad)
-        for i, (leaf, expected) in enumerate(zip(leaves, everything, strict=True)):
+        for i, (leaf, expected) in enumerate(zip(leaves, all_gradients, strict=True)):
             if wanted >> i & 1:
                 assert leaf.grad is not None
                 assert torch.equal(leaf.grad, expected)
@@ -238,7 +236,7 @@ def test_gradients_are_given_for_any_subset_of_the_inputs() -> None:
 
 
 @pytest.mark.parametrize("numerics", ["kernel", "paper"])
-def test_wider_inputs_are_rounded_to_bf16_first(numerics: str) -> None:
+def test_float32_inputs_are_first_rounded_to_bf16(numerics: str) -> None:
     *inputs, grad = [x.float() for x in tensors(2, 2, 9, 8)]
     got = gradients(inputs, grad, numerics=numerics)
     rounded = gradients([x.bfloat16() for x in inputs], grad.bfloat16(), numerics=numerics)
@@ -247,7 +245,7 @@ def test_wider_inputs_are_rounded_to_bf16_first(numerics: str) -> None:
 
 
 @pytest.mark.promise("K10")
-def test_autocast_rounds_as_it_does_for_pytorchs_own_attention() -> None:
+def test_autocast_rounds_inputs_as_for_pytorchs_attention() -> None:
     query, key, value, _ = [x.float() for x in tensors(2, 2, 9, 8)]
     with torch.autocast("cpu", torch.bfloat16):
         out = attention(query, key, value, numerics="float32")
@@ -257,7 +255,7 @@ def test_autocast_rounds_as_it_does_for_pytorchs_own_attention() -> None:
 
 
 @pytest.mark.promise("K9")
-def test_the_generator_is_left_alone_without_dropout_and_drawn_from_once_with_it() -> None:
+def test_random_generator_is_used_once_with_dropout_and_never_without() -> None:
     query, key, value, _ = tensors(1, 2, 6, 8)
     before = torch.get_rng_state()
     attention(query.bfloat16(), key.bfloat16(), value.bfloat16(), causal=True)
@@ -270,7 +268,7 @@ def test_the_generator_is_left_alone_without_dropout_and_drawn_from_once_with_it
 
 
 @pytest.mark.promise("K9")
-def test_a_thousand_repeats_are_bitwise_equal() -> None:
+def test_1000_repeats_are_bitwise_equal() -> None:
     *inputs, grad = [x.bfloat16() for x in tensors(1, 2, 9, 8)]
     first = gradients(inputs, grad, causal=True)
     for _ in range(1000):
@@ -286,11 +284,13 @@ def test_a_thousand_repeats_are_bitwise_equal() -> None:
         ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0A4093822, 0xD16CFE09),
     ],
 )
-def test_dropout_draws_the_published_words(counter: tuple[int, int, int, int], seed: int, word: int) -> None:
+def test_dropout_generator_matches_the_published_philox_words(
+    counter: tuple[int, int, int, int], seed: int, word: int
+) -> None:
     assert philox_4x32(counter, torch.tensor(seed)).item() == word
 
 
-def test_dropout_equals_autograd_with_the_mask_written_out() -> None:
+def test_dropout_matches_autograd_with_an_explicit_mask() -> None:
     *inputs, grad = tensors(2, 4, 20, 8)
     torch.manual_seed(5)
     seed = torch.randint(2**63 - 1, ())
@@ -320,7 +320,7 @@ def leaves(length: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_one_graph_serves_every_length(scale: float | None) -> None:
+def test_one_compiled_graph_supports_every_length(scale: float | None) -> None:
     torch._dynamo.reset()
     state = new_state(2, "cpu")
 
@@ -339,24 +339,24 @@ def test_one_graph_serves_every_length(scale: float | None) -> None:
         rows += length
         compilations.append(graphs.frame_count)
     assert state[:, Slot.ROWS].tolist() == [rows] * 2
-    assert len(set(compilations)) == 1  # all of them before the second length
+    assert len(set(compilations)) == 1  # compiled only before the second length
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("side", ["q", "k"])
-def test_packed_sequences_need_not_say_how_long_the_longest_is_and_are_refused_if_they_say_less(side: str) -> None:
+def test_max_seqlen_is_optional_and_rejected_if_too_small(side: str) -> None:
     (query, key, value), ends = leaves(50), torch.tensor([0, 13, 13, 44], dtype=torch.int32)
     packed: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": "top_left"}
     longest: dict[str, Any] = {"max_seqlen_q": 31, "max_seqlen_k": 31}
-    told = attention(query, key, value, **packed, **longest)
-    assert torch.equal(attention(query, key, value, **packed), told)
+    with_lengths = attention(query, key, value, **packed, **longest)
+    assert torch.equal(attention(query, key, value, **packed), with_lengths)
     with pytest.raises(
         ValueError, match=f"max_seqlen_{side} is 30, but the longest sequence has 31 rows; pass at least that"
     ):
         attention(query, key, value, **packed, **longest | {f"max_seqlen_{side}": 30})
 
 
-def test_a_graph_that_is_kept_counts_its_rows_once() -> None:
+def test_retained_graph_counts_its_rows_once() -> None:
     inputs, state = leaves(17), new_state(2, "cpu")
     out = flash_attention(*inputs, causal=True, state=state)
     first = torch.autograd.grad(out.sum(), inputs, retain_graph=True)
@@ -367,23 +367,23 @@ def test_a_graph_that_is_kept_counts_its_rows_once() -> None:
     assert state[:, Slot.ROWS].tolist() == [17, 17]
 
 
-def test_a_forward_without_a_backward_keeps_no_residual(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_without_gradients_saves_no_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def noting(forward: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-        def taking(*inputs: object) -> tuple[Tensor, ...]:
+    def record_sizes(forward: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        def recording_forward(*inputs: object) -> tuple[Tensor, ...]:
             result = forward(*inputs)
             sizes.append(result[1].numel())
             return result
 
-        return taking
+        return recording_forward
 
-    for name in ("attention_forward", "_attention_forward"):  # by PyTorch's dispatcher, and past it
-        monkeypatch.setattr(op, name, noting(getattr(op, name)))
+    for name in ("attention_forward", "_attention_forward"):  # through PyTorch's dispatcher and without it
+        monkeypatch.setattr(op, name, record_sizes(getattr(op, name)))
     inputs = leaves(21)
-    with_one = flash_attention(*inputs, causal=True)
+    with_gradients = flash_attention(*inputs, causal=True)
     with torch.no_grad():
-        assert torch.equal(flash_attention(*inputs, causal=True), with_one)
-    assert torch.equal(flash_attention(*(x.detach() for x in inputs), causal=True), with_one)
+        assert torch.equal(flash_attention(*inputs, causal=True), with_gradients)
+    assert torch.equal(flash_attention(*(x.detach() for x in inputs), causal=True), with_gradients)
     flash_attention(inputs[0].detach(), inputs[1], inputs[2].detach())
-    assert sizes == [with_one.numel(), 0, 0, with_one.numel()]
+    assert sizes == [with_gradients.numel(), 0, 0, with_gradients.numel()]

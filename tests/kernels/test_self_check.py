@@ -1,4 +1,4 @@
-"""The comparison with the truth that attach() and `foreshock doctor` make before a kernel is trusted."""
+"""The comparison with float64 that attach() and `foreshock doctor` make before they use a kernel."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,44 +13,46 @@ from foreshock.kernels.flash_attention import flash_attention
 pytestmark = pytest.mark.promise("K12")
 
 
-def broken(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Tensor]) -> None:
-    """Attention as it is, but for what `change` does to its output or its state."""
+def break_attention(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Tensor]) -> None:
+    """Let `change` modify the output or the state of attention."""
 
-    def wrong(*tensors: Tensor, **options: Any) -> Tensor:
+    def changed_attention(*tensors: Tensor, **options: Any) -> Tensor:
         return change(flash_attention(*tensors, **options), **options)
 
-    monkeypatch.setattr(self_check, "flash_attention", wrong)
+    monkeypatch.setattr(self_check, "flash_attention", changed_attention)
 
 
-def test_attention_that_is_right_is_told_by_how_much_it_errs() -> None:
+def test_correct_attention_passes_and_its_error_is_reported() -> None:
     assert "allowed 2" in self_check.run("cpu")
 
 
-def uncounted(out: Tensor, state: Tensor, **_: Any) -> Tensor:
+def count_one_row_less(out: Tensor, state: Tensor, **_: Any) -> Tensor:
     state[:, Slot.ROWS] -= 1
     return out
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda out, **_: out * 1.05, r"O is off by .* PyTorch's own bf16 by"),
         (
-            lambda out, **_: out * 1.05 if out.shape[3] == 128 else out,  # as Hopper's own kernels have
+            lambda out, **_: out * 1.05 if out.shape[3] == 128 else out,  # the head dim of the Hopper kernels
             r"head dim 128 with 4 key heads: O is off by .* PyTorch's own bf16 by",
         ),
         (lambda out, **_: out.detach() + 1.05 * (out - out.detach()), r"d[QKV] is off by"),
-        (uncounted, "rows were counted per head instead of 192"),
+        (count_one_row_less, "rows were counted per head instead of 192"),
     ],
     ids=["output", "output at one head dim", "gradient", "count"],
 )
-def test_what_is_wrong_is_found(change: Callable[..., Tensor], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken(monkeypatch, change)
-    with pytest.raises(RuntimeError, match=said):
+def test_wrong_output_gradient_or_count_is_found(
+    change: Callable[..., Tensor], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_attention(monkeypatch, change)
+    with pytest.raises(RuntimeError, match=message):
         self_check.run("cpu")
 
 
-def test_one_that_is_wrong_in_one_version_of_the_kernels_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_only_one_kernel_version_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     versions: list[int] = []
 
     def each(dim: int, group: int) -> Iterator[None]:
@@ -59,7 +61,7 @@ def test_one_that_is_wrong_in_one_version_of_the_kernels_alone_is_found(monkeypa
             yield
 
     monkeypatch.setattr(self_check, "each_version", each)
-    broken(monkeypatch, lambda out, **_: out * 1.05 if versions[-1] == 1 else out)
+    break_attention(monkeypatch, lambda out, **_: out * 1.05 if versions[-1] == 1 else out)
     with pytest.raises(RuntimeError, match=r"head dim 128 with 2 key heads: O is off"):
         self_check.run("cpu")
     assert versions == [0, 0, 0, 1]

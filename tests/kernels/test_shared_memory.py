@@ -1,4 +1,4 @@
-"""What the kernels need of a multiprocessor's shared memory, as Triton compiles them for an H100 on any machine."""
+"""Shared memory that the kernels need when Triton compiles them for an H100, on any machine."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ from foreshock.kernels.flash_attention import launch as launches
 from foreshock.kernels.flash_attention.triton_kernels import launcher
 
 H100_BYTES = 232_448
-"""Of a program, CUDA's limit for compute capability 9.0."""
+"""CUDA's limit per program at compute capability 9.0."""
 
 
 class H100:
-    """What Triton asks of a GPU's driver before it compiles."""
+    """The part of a GPU driver that Triton uses before it compiles."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -35,15 +35,15 @@ class H100:
 
 @pytest.fixture
 def shared_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """By kernel: what each launch of a call needs. Nothing is launched."""
+    """The bytes that each kernel of a call needs, by name; nothing is launched."""
     needed: dict[str, int] = {}
 
-    def compiled(launch: Any, tensors: tuple[Any, ...]) -> None:
+    def compile_without_launch(launch: Any, tensors: tuple[Any, ...]) -> None:
         given = launcher._given(tensors, launch.tiles, launch.descriptor)
-        made = launch.kernel.warmup(*given, *launch.numbers, grid=launch.grid, **launch.constants, **launch.options)
-        needed[launch.kernel.__name__] = made.metadata.shared
+        kernel = launch.kernel.warmup(*given, *launch.numbers, grid=launch.grid, **launch.constants, **launch.options)
+        needed[launch.kernel.__name__] = kernel.metadata.shared
 
-    monkeypatch.setattr(launches, "first_launch", compiled)
+    monkeypatch.setattr(launches, "first_launch", compile_without_launch)
     monkeypatch.setattr(launches, "_capability", lambda device: 90)
     monkeypatch.setattr(driver, "_active", H100())
     return needed
@@ -52,7 +52,7 @@ def shared_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available() or knobs.runtime.interpret, reason="the kernels themselves run")
 @pytest.mark.parametrize("dim", [72, 96, 256])
-def test_every_kernel_of_a_call_with_modes_fits_an_h100(dim: int, shared_bytes: dict[str, int]) -> None:
+def test_every_kernel_with_modes_fits_the_shared_memory_of_an_h100(dim: int, shared_bytes: dict[str, int]) -> None:
     modes = torch.tensor([int(Mode.ROW_CORRECTED | Mode.EXACT_DELTA), 0, 0, 0], dtype=torch.int32)
     attend(random_inputs(777, 777, dim, 4, 2), scaled(dim, causal="top_left"), modes)
     assert {"forward_kernel", "grad_query_kernel", "grad_key_kernel"} <= set(shared_bytes)

@@ -1,4 +1,4 @@
-"""What attention does not do is refused with a sentence that says what to do."""
+"""Invalid and unsupported inputs are rejected with a message that says what to do."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from foreshock.contract.slots import SLOT_COUNT
 from foreshock.kernels.flash_attention import flash_attention, new_state
 
 
-def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.zeros(*shape, dtype=dtype)
 
 
-Q, K = made(1, 4, 6, 8), made(1, 2, 6, 8)
+Q, K = zeros(1, 4, 6, 8), zeros(1, 2, 6, 8)
 CU = torch.tensor([0, 6], dtype=torch.int32)
 
 
@@ -24,15 +24,15 @@ CU = torch.tensor([0, 6], dtype=torch.int32)
         ((Q, K, K), {"numerics": "fp8"}, "numerics 'fp8' does not exist; use one of float64, float32, kernel, paper"),
         ((Q, K, K), {"causal": "diagonal"}, "causal 'diagonal' is unknown; use True, False, none, top_left"),
         (
-            (Q, made(1, 2, 7, 8), made(1, 2, 7, 8)),
+            (Q, zeros(1, 2, 7, 8), zeros(1, 2, 7, 8)),
             {"causal": True},
             r"ambiguous when lengths differ \(6 queries, 7 keys",
         ),
-        ((Q, K, K), {"attn_mask": made(6, 6)}, "attn_mask .* is not supported; use causal, window or cu_seqlens"),
-        ((Q, made(1, 3, 6, 8), made(1, 3, 6, 8)), {}, "4 query heads do not divide into 3 key heads"),
+        ((Q, K, K), {"attn_mask": zeros(6, 6)}, "attn_mask .* is not supported; use causal, window or cu_seqlens"),
+        ((Q, zeros(1, 3, 6, 8), zeros(1, 3, 6, 8)), {}, "4 query heads do not divide into 3 key heads"),
         ((Q[0], K, K), {}, r"attention takes query \[B, H, Sq, D\]"),
-        ((Q, K, made(1, 2, 5, 8)), {}, "key and value must have the same shape"),
-        ((Q, made(1, 2, 6, 4), made(1, 2, 6, 4)), {}, "batch size and head dim"),
+        ((Q, K, zeros(1, 2, 5, 8)), {}, "key and value must have the same shape"),
+        ((Q, zeros(1, 2, 6, 4), zeros(1, 2, 6, 4)), {}, "batch size and head dim"),
         ((Q, K.float(), K), {}, "must share one of bfloat16, float16, float32, float64"),
         ((Q.int(), K.int(), K.int()), {}, "inputs are torch.int32"),
         ((Q.double(), K.double(), K.double()), {}, "float64 inputs need numerics='float64', got 'kernel'"),
@@ -44,7 +44,7 @@ CU = torch.tensor([0, 6], dtype=torch.int32)
         ((Q, K, K), {"cu_seqlens_q": CU.long(), "cu_seqlens_k": CU.long()}, r"cu_seqlens_q is torch.int64 \[2\]"),
         ((Q, K, K), {"cu_seqlens_q": CU, "cu_seqlens_k": CU[:1]}, r"cu_seqlens_k is torch.int32 \[1\]"),
         (
-            (made(2, 4, 6, 8), made(2, 2, 6, 8), made(2, 2, 6, 8)),
+            (zeros(2, 4, 6, 8), zeros(2, 2, 6, 8), zeros(2, 2, 6, 8)),
             {"cu_seqlens_q": CU, "cu_seqlens_k": CU},
             r"packed sequences take tensors \[1, H, total, D\]; the batch size given is 2",
         ),
@@ -53,13 +53,15 @@ CU = torch.tensor([0, 6], dtype=torch.int32)
         ((Q, K, K), {"modes": torch.zeros(4, dtype=torch.int32, device="meta")}, "modes is on meta; move it to cpu"),
     ],
 )
-def test_wrong_input_gets_a_sentence(inputs: tuple[Tensor, ...], options: dict[str, Any], sentence: str) -> None:
+def test_invalid_input_is_rejected_with_advice(
+    inputs: tuple[Tensor, ...], options: dict[str, Any], sentence: str
+) -> None:
     query, key, value = inputs
     with pytest.raises(ValueError, match=sentence):
         flash_attention(query, key, value, **options)
 
 
 @pytest.mark.parametrize("heads", [0, -3])
-def test_a_state_without_heads_is_refused_with_a_sentence(heads: int) -> None:
+def test_state_without_heads_is_rejected(heads: int) -> None:
     with pytest.raises(ValueError, match=rf"heads is {heads}; pass the number of query heads"):
         new_state(heads)

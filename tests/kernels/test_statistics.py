@@ -1,4 +1,4 @@
-"""Statistics against a float64 loop over single rows that shares no code with the kernels."""
+"""Statistics, compared with a float64 loop over single rows that shares no code with the kernels."""
 
 import math
 import struct
@@ -34,9 +34,9 @@ def oracle_row(query: Floats, keys: Floats, values: Floats, grad: Floats, case: 
     if case["numerics"] == "paper":
         scores = [bf16(s) for s in scores]
     maximum = max(scores)
-    entered = all(map(math.isfinite, [*scores, *values.ravel()]))
-    if not (entered and all(map(math.isfinite, grad))):
-        return {Slot.NONFINITE_ROWS: 1, Slot.NONFINITE_INPUT_ROWS: int(not entered)}
+    inputs_finite = all(map(math.isfinite, [*scores, *values.ravel()]))
+    if not (inputs_finite and all(map(math.isfinite, grad))):
+        return {Slot.NONFINITE_ROWS: 1, Slot.NONFINITE_INPUT_ROWS: int(not inputs_finite)}
     weights = [math.exp(s - maximum) for s in scores]
     rounded = [bf16(w) for w in weights]
     exact = weights @ values / math.fsum(weights)
@@ -102,12 +102,12 @@ def tensors(style: str, shape: tuple[int, int, int, int, int, int], seed: int = 
     generator = torch.Generator().manual_seed(seed)
     sizes = [(batch, heads, queries, dim), *[(batch, kv_heads, keys, dim)] * 2, (batch, heads, queries, dim)]
     made = [torch.randn(*size, generator=generator) for size in sizes]
-    if style == "lattice":  # few different scores, so that rows tie exactly
+    if style == "lattice":  # few distinct scores, so that rows tie exactly
         made[:2] = [(x * 1.2).round() / 2 for x in made[:2]]
     if style == "offset":  # keys share a component, so that scores are large and tie when rounded
         made[1] += 6.0
         made[0] += 3.0
-    if style == "below zero":  # every row's largest score too
+    if style == "below zero":  # all scores, and so every row's largest
         made[0], made[1] = made[0].abs(), -made[1].abs()
     return [x.bfloat16() for x in made]
 
@@ -140,7 +140,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int, int]]] = {
 @pytest.mark.parametrize("style", ["gaussian", "lattice", "offset", "below zero"])
 @pytest.mark.parametrize("numerics", ["kernel", "paper", "float32", "float64"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_statistic_equals_a_float64_loop(name: str, numerics: str, style: str) -> None:
+def test_every_statistic_matches_a_float64_loop(name: str, numerics: str, style: str) -> None:
     case, shape = CASES[name]
     case = case | {"numerics": numerics}
     inputs = tensors(style, shape)
@@ -148,21 +148,21 @@ def test_every_statistic_equals_a_float64_loop(name: str, numerics: str, style: 
 
 
 def compare(got: Floats, expected: Floats, *, exact: bool) -> None:
-    """What a state holds of every slot [H, SLOT_COUNT] against the loop's."""
+    """Compares every slot of a state [H, SLOT_COUNT] with the loop."""
     counts = [Slot.ROWS, Slot.TIED_ROWS_BF16, Slot.TIED_ROWS_ONE, Slot.SHIFTED_ROWS, Slot.EMPTY_ROWS, Slot.SKIPPED_ROWS]
     np.testing.assert_array_equal(got[:, counts], expected[:, counts])
     broken = [Slot.NONFINITE_ROWS, Slot.NONFINITE_INPUT_ROWS, Slot.NONFINITE_OUTPUT_ROWS]
     np.testing.assert_array_equal(got[:, broken], expected[:, broken])
     for slot in (Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
         np.testing.assert_allclose(got[:, slot], expected[:, slot], rtol=1e-12 if exact else 2e-6, atol=2e-5)
-    # In fp32 a score of 50 is known to 3e-6, which may move a residual by one step of bf16: 2^-8 of itself.
+    # In fp32 a score of 50 has an error of 3e-6, which may change a residual by one bf16 step, 2^-8 of its value.
     step = 1e-9 if exact else 2.0**-8
     for slot in (Slot.DELTA_BIAS_SUM, Slot.DELTA_BIAS_ABS):
         np.testing.assert_allclose(got[:, slot], expected[:, slot], atol=step * expected[:, Slot.DELTA_BIAS_ABS].max())
     np.testing.assert_allclose(got[:, Slot.DELTA_BIAS_SUMSQ], expected[:, Slot.DELTA_BIAS_SUMSQ], rtol=step)
 
 
-def test_the_cases_above_hold_ties_and_empty_rows() -> None:
+def test_cases_include_ties_and_empty_rows() -> None:
     lattice = tensors("lattice", CASES["full"][1])
     offset = tensors("offset", CASES["full"][1])
     assert oracle(lattice, PLAIN)[:, Slot.TIED_ROWS_ONE].sum() > 0
@@ -171,7 +171,7 @@ def test_the_cases_above_hold_ties_and_empty_rows() -> None:
     assert oracle(tensors("gaussian", shape), case)[:, Slot.EMPTY_ROWS].sum() > 0
 
 
-def test_packed_sequences_count_as_their_sequences_do() -> None:
+def test_packed_sequences_have_the_statistics_of_separate_calls() -> None:
     lengths = [(5, 7), (0, 3), (4, 4), (3, 2)]
     case = PLAIN | {"causal": "bottom_right", "window": (4, -1)}
     parts = [tensors("lattice", (1, 4, 2, q, k, 8), seed) for seed, (q, k) in enumerate(lengths)]
@@ -182,7 +182,7 @@ def test_packed_sequences_count_as_their_sequences_do() -> None:
     np.testing.assert_allclose(values_of(whole), values_of(torch.from_numpy(merged)), rtol=1e-6, atol=1e-9)
 
 
-def test_a_pass_without_backward_counts_nothing() -> None:
+def test_forward_without_backward_counts_nothing() -> None:
     query, key, value, _ = tensors("gaussian", (1, 2, 2, 6, 6, 8))
     state = new_state(2)
     flash_attention(query, key, value, state=state)
@@ -191,7 +191,7 @@ def test_a_pass_without_backward_counts_nothing() -> None:
 
 
 @pytest.mark.promise("K3")
-def test_an_empty_row_is_counted_gives_zero_and_is_kept_out_of_the_sums() -> None:
+def test_empty_rows_are_counted_return_zero_and_are_excluded_from_sums() -> None:
     inputs = tensors("gaussian", (1, 2, 2, 5, 3, 8))
     case = PLAIN | {"causal": "bottom_right"}
     got = values_of(counted(inputs, case))
@@ -209,7 +209,7 @@ def test_an_empty_row_is_counted_gives_zero_and_is_kept_out_of_the_sums() -> Non
 @pytest.mark.promise("K2")
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("row", [0, 4, 6])
-def test_a_nonfinite_row_is_counted_and_touches_no_other_row(bad: float, row: int) -> None:
+def test_nonfinite_query_is_counted_and_affects_no_other_row(bad: float, row: int) -> None:
     inputs = tensors("gaussian", (1, 2, 2, 7, 7, 8))
     clean = flash_attention(inputs[0], inputs[1], inputs[2], causal=True)
     inputs[0][0, 1, row, 3] = bad
@@ -229,7 +229,7 @@ def test_a_nonfinite_row_is_counted_and_touches_no_other_row(bad: float, row: in
 
 
 @pytest.mark.promise("K2")
-def test_a_nan_key_touches_only_the_rows_that_see_it() -> None:
+def test_nan_key_affects_only_the_rows_that_see_it() -> None:
     inputs = tensors("gaussian", (1, 2, 2, 7, 7, 8))
     clean = flash_attention(inputs[0], inputs[1], inputs[2], causal=True)
     inputs[1][0, :, 4] = math.nan
@@ -240,11 +240,13 @@ def test_a_nan_key_touches_only_the_rows_that_see_it() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["row_max", "lse", "delta", "delta_bias"])
-def test_a_row_with_one_value_that_is_not_finite_is_counted_as_such_and_summed_nowhere(name: str, bad: float) -> None:
+def test_row_with_one_nonfinite_value_is_counted_and_excluded_from_sums(name: str, bad: float) -> None:
     values = {each: torch.tensor([[[1.0, 2.0]]]) for each in ("row_max", "lse", "delta", "delta_bias")}
     values[name] = torch.tensor([[[1.0, bad]]])
-    never, state = torch.zeros(1, 1, 2, dtype=torch.bool), new_state(1)
-    accumulate(state, Rows(**values, tied_bf16=never, tied_one=never, shifted=never, visible_keys=torch.tensor(4)))
+    all_false, state = torch.zeros(1, 1, 2, dtype=torch.bool), new_state(1)
+    accumulate(
+        state, Rows(**values, tied_bf16=all_false, tied_one=all_false, shifted=all_false, visible_keys=torch.tensor(4))
+    )
     got = values_of(state)[0]
     assert (got[Slot.ROWS], got[Slot.NONFINITE_ROWS]) == (1, 1)
     assert (got[Slot.SCORE_MAX], got[Slot.DELTA_BIAS_SUM]) == (1.0, 1.0)
@@ -252,7 +254,7 @@ def test_a_row_with_one_value_that_is_not_finite_is_counted_as_such_and_summed_n
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_score_at_the_margin_ties_with_its_maximum_and_one_below_it_does_not(dtype: torch.dtype) -> None:
+def test_score_at_the_tie_margin_ties_and_a_lower_score_does_not(dtype: torch.dtype) -> None:
     margin = one_margin(dtype)
     below = math.nextafter(-margin, -math.inf)
     scores = torch.tensor([[[[0.0, -margin], [0.0, below]]]], dtype=torch.float64)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.triton_calls import (
-    BY,
+    BY_BOTH,
     DEVICE,
     INTERPRETED,
     Inputs,
@@ -43,7 +43,7 @@ def test_more_planes_than_a_launch_takes_are_refused_with_a_sentence() -> None:
 FAR = 2**31 - 1
 
 
-@BY
+@BY_BOTH
 @pytest.mark.parametrize(
     ("window", "same_as"),
     [
@@ -141,7 +141,7 @@ def test_a_launch_for_heads_that_shift_their_rows_or_for_the_others_writes_nothi
         assert not bool((one[:, int(shifted) :: 2] == 7.0).all(-1).any())
 
 
-@BY
+@BY_BOTH
 @pytest.mark.parametrize("softcap", [2e5, 5e7])
 def test_a_softcap_far_above_every_score_is_none(attention: object, softcap: float) -> None:
     inputs = random_inputs(45, 39, 32, seed=21)
@@ -152,7 +152,7 @@ def test_a_softcap_far_above_every_score_is_none(attention: object, softcap: flo
         assert error <= 1.5 * allowed, name
 
 
-@BY
+@BY_BOTH
 @pytest.mark.parametrize("softcap", [0.02, 3.0])
 def test_a_softcap_is_as_exact_near_its_knee_as_without_one(attention: object, softcap: float) -> None:
     inputs = random_inputs(45, 39, 32, seed=22)

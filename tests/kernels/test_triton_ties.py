@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tests.kernels.triton_calls import BY, CUDA, DEVICE, INTERPRETED, Inputs, hidden, random_inputs, scaled
+from tests.kernels.triton_calls import BY_BOTH, CUDA, DEVICE, INTERPRETED, Inputs, hidden, random_inputs, scaled
 from torch.testing import assert_close
 
 from foreshock.contract.slots import Slot
@@ -24,7 +24,7 @@ def row_a_head(size: float, dtype: torch.dtype, seed: int, heads: int = 24 if CU
     return Inputs(*(x.to(dtype) for x in (query, *inputs[1:])))
 
 
-@BY
+@BY_BOTH
 @pytest.mark.parametrize("size", [3e-7, 2e-6, 4e-5, 2e-4, 7e-3, 0.4] if CUDA else [3e-7, 2e-4, 0.4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_ties_of_tiny_scores_are_those_of_float64(attention: object, size: float, dtype: torch.dtype) -> None:
@@ -43,7 +43,7 @@ def test_ties_of_tiny_scores_are_those_of_float64(attention: object, size: float
     assert certain.float().mean() > 0.5
 
 
-@BY
+@BY_BOTH
 @pytest.mark.parametrize("exponent", [13, 30])
 def test_ties_of_huge_scores_are_counted(attention: object, exponent: int) -> None:
     heads, rows = 2, 19
@@ -102,7 +102,7 @@ def raise_one(word, value):  # type: ignore[no-untyped-def]
     raise_maximum(word, tl.load(value))
 
 
-@BY
+@BY_BOTH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [300.0, 2e-5, 3e-7])
 def test_delta_bias_holds_for_values_of_every_size(attention: object, dtype: torch.dtype, size: float) -> None:

@@ -1,4 +1,4 @@
-"""What the Triton suite shares: random inputs, one call forward and backward, truth, and PyTorch's own error."""
+"""Helpers of the Triton suite: random inputs, one forward and backward, float64 results, and PyTorch's results."""
 
 import math
 from typing import NamedTuple
@@ -17,7 +17,7 @@ INTERPRETED = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
-"""Marks of modules whose kernels run in Triton's interpreter where there is no GPU."""
+"""Marks of modules whose kernels run in Triton's interpreter if there is no GPU."""
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 ON_HOPPER = [
@@ -104,7 +104,7 @@ def attend(
 
 
 def attend_by_reference(inputs: Inputs, spec: AttentionSpec, **options: object) -> Outputs:
-    """The same call by the reference, which the kernels are compared with."""
+    """The same call by the reference."""
     return attend(inputs, spec, by_reference=True, **options)  # type: ignore[arg-type]
 
 
@@ -117,7 +117,7 @@ def truth(inputs: Inputs, spec: AttentionSpec, **options: object) -> Outputs:
 
 
 def hidden(spec: AttentionSpec, length_q: int, length_k: int) -> Tensor:
-    """The pairs that a query does not see, bool [Sq, Sk], written once more for the tests."""
+    """The masked pairs of query and key, bool [Sq, Sk], implemented independently for the tests."""
     offset = 0 if spec.causal == "top_left" else length_k - length_q
     distance = torch.arange(length_k)[None] - torch.arange(length_q)[:, None] - offset
     seen = torch.ones_like(distance, dtype=torch.bool)
@@ -131,7 +131,7 @@ def hidden(spec: AttentionSpec, length_q: int, length_k: int) -> Tensor:
 
 
 def pytorch_own(inputs: Inputs, spec: AttentionSpec) -> list[Tensor]:
-    """O, dQ, dK, dV by PyTorch operators in the inputs' own dtype: the error that K1 allows twice."""
+    """O, dQ, dK, dV by PyTorch operators in the dtype of the inputs; promise K1 allows twice their error."""
     query, key, value = (x.detach().clone().requires_grad_() for x in inputs[:3])
     group = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
@@ -152,5 +152,5 @@ def largest_error(given: Tensor, exact: Tensor) -> float:
     return (given.double() - exact.double()).abs().max().item()
 
 
-BY = pytest.mark.parametrize("attention", [attend, attend_by_reference], ids=["kernels", "reference"])
-"""Marks a test that runs with the kernels and with the reference."""
+BY_BOTH = pytest.mark.parametrize("attention", [attend, attend_by_reference], ids=["kernels", "reference"])
+"""Runs a test with the kernels and with the reference."""

@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does again and again to the same end: a kernel takes half as long."""
+"""Caches repeated work of Triton's interpreter, which halves the time of a kernel."""
 
 from functools import cache
 from typing import Any
@@ -9,56 +9,56 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
-def lighten() -> None:
-    """Patch the language once for each function of a launch, not in each call of it; look up a type that is there."""
-    _patch_once()
-    _types_once()
-    # Computed by nine operations, and thrown away where the interpreter does not debug.
+def speed_up() -> None:
+    """Patch the language once per function and launch instead of in every call, and cache types."""
+    _cache_patches()
+    _cache_types()
+    # This check takes nine operations, and the interpreter discards its result unless it debugs.
     TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
 
 
-def _patch_once() -> None:
+def _cache_patches() -> None:
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     seen: dict[Any, Any] = {}
     patched: dict[frozenset[int], Any] = {}
 
     def patch_once(function: Any) -> Any:
-        """The language as a function sees it: for the next one that sees the same it is patched already."""
+        """Patches the language modules that a function uses, unless another function with the same modules did."""
         if function not in seen:
             languages = (interpreter.tl, interpreter.tl.core)
-            sees = frozenset(
+            visible_languages = frozenset(
                 id(each) for each in function.__globals__.values() if any(each is one for one in languages)
             )
-            if sees not in patched:
-                patched[sees] = patch(function)
-            seen[function] = patched[sees]
+            if visible_languages not in patched:
+                patched[visible_languages] = patch(function)
+            seen[function] = patched[visible_languages]
         return seen[function]
 
-    def launched(self: Any, *args: Any, **kwargs: Any) -> None:
+    def launch_with_empty_cache(self: Any, *args: Any, **kwargs: Any) -> None:
         seen.clear()
-        patched.clear()  # the end of the last one took its patches back
+        patched.clear()  # each launch removes its patches at its end
         launch(self, *args, **kwargs)
 
     interpreter._patch_lang = patch_once
-    interpreter.GridExecutor.__call__ = launched
+    interpreter.GridExecutor.__call__ = launch_with_empty_cache
 
 
-def _types_once() -> None:
-    """A NumPy type by its name, since a block's type has no hash; a block's type by its elements' type, which it keeps,
-    so that no other has its id; and a tensor's sizes by their numbers."""
-    look_up, make = interpreter._get_np_dtype, tl.block_type.__init__
+def _cache_types() -> None:
+    """Cache NumPy types by name, because block types have no hash; block types by the id of their element type, which
+    they keep alive, so that the id stays unique; and tensor sizes by their numbers."""
+    original_lookup, original_init = interpreter._get_np_dtype, tl.block_type.__init__
     types: dict[str, Any] = {}
     blocks: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}
 
     def type_of(dtype: Any) -> Any:
         if dtype.name not in types:
-            types[dtype.name] = look_up(dtype)
+            types[dtype.name] = original_lookup(dtype)
         return types[dtype.name]
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
         key = id(element_ty), tuple(getattr(size, "value", size) for size in shape)
         if key not in blocks:
-            make(self, element_ty, shape)
+            original_init(self, element_ty, shape)
             blocks[key] = dict(vars(self))
         vars(self).update(blocks[key])
 

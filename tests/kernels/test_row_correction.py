@@ -1,4 +1,4 @@
-"""Row correction in the reference: the same mathematics, on its head alone, and how exact it is."""
+"""Row correction in the reference: it computes the same attention, changes only its head, and is accurate."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from foreshock.contract.slots import Slot, slot_values
 from foreshock.kernels.flash_attention import AttentionSpec, CausalAlignment, Numerics, new_state, reference
 from foreshock.kernels.flash_attention.spec import Arguments, Saved
 
-CURES = (
+MITIGATIONS = (
     "row_corrected",
     "exact_delta+row_corrected",
     "paper_softmax+row_corrected",
@@ -24,7 +24,7 @@ CURES = (
 
 
 class Shape(NamedTuple):
-    """What is asked of attention."""
+    """Size and options of one attention call."""
 
     queries: int = 20
     keys: int = 20
@@ -58,7 +58,7 @@ SHAPES = st.builds(
 
 
 class Problem:
-    """Random attention whose keys share what makes an offset, and whose values share a part too."""
+    """Random attention whose keys share a direction, which makes an offset; its values share one too."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(shape.seed)
@@ -74,80 +74,80 @@ class Problem:
         key = draw(batch, kv_heads, shape.keys, dim) + common * shape.offset
         value = draw(batch, kv_heads, shape.keys, dim) + 3 * draw(batch, kv_heads, 1, dim)
         grad = draw(batch, shape.heads, shape.queries, dim)
-        # All arms see the same numbers, of 16 bits.
+        # Every dtype gets the same numbers, with 16 bits.
         self.tensors = [x.bfloat16().to(dtype) for x in (grad, query, key, value)]
         self.heads, self.shape = shape.heads, shape
         self.spec = AttentionSpec(0.25, shape.causal, *shape.window, shape.cap, shape.dropout)
         self.seed = torch.tensor(17) if shape.dropout else None
-        self.cu_queries = _cut(shape.queries) if shape.packed else None
-        self.cu_keys = _cut(shape.keys) if shape.packed else None
+        self.cu_queries = _boundaries(shape.queries) if shape.packed else None
+        self.cu_keys = _boundaries(shape.keys) if shape.packed else None
 
-    def run(self, numerics: Numerics, *modes: Mode, then: Mode | None = None) -> tuple[list[Tensor], Tensor]:
-        """out, lse, row_max, dQ, dK, dV; and the state. `then` is every head's mode in the backward, if another."""
+    def run(self, numerics: Numerics, *modes: Mode, backward_mode: Mode | None = None) -> tuple[list[Tensor], Tensor]:
+        """out, lse, row_max, dQ, dK, dV; and the state. `backward_mode` replaces all modes in the backward."""
         grad, query, key, value = self.tensors
         spec = replace(self.spec, numerics=numerics)
         flags = torch.tensor([int(mode) for mode in modes], dtype=torch.int32) if modes else None
         lengths = (self.shape.queries, self.shape.keys)
         given = Arguments(flags, self.cu_queries, self.cu_keys, *lengths, self.seed, spec)
         saved = Saved(query, key, value, *reference.attention_forward(query, key, value, given))
-        if then is not None:
-            given = given._replace(modes=torch.full((self.heads,), int(then), dtype=torch.int32))
+        if backward_mode is not None:
+            given = given._replace(modes=torch.full((self.heads,), int(backward_mode), dtype=torch.int32))
         state = new_state(self.heads)
         grads = reference.attention_backward(grad, saved, state, given)
         return [saved.out, saved.lse, saved.row_max, *grads], state
 
 
-def _cut(total: int) -> Tensor:
-    """Three sequences, one of them empty where there is no more, and rows that belong to none."""
+def _boundaries(total: int) -> Tensor:
+    """Boundaries of three sequences: the second is empty, and the last fifth of the rows belongs to none."""
     return torch.tensor([0, total // 3, total // 3, total - total // 5], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("name", CURES)
+@pytest.mark.parametrize("name", MITIGATIONS)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(shape=SHAPES)
-def test_a_cure_computes_the_same_mathematics_whatever_is_asked_of_attention(name: str, shape: Shape) -> None:
+def test_mitigations_equal_plain_attention_in_float64(name: str, shape: Shape) -> None:
     mode, problem = parse_mode(name), Problem(shape, torch.float64)
     plain, _ = problem.run("float64")
-    cured, _ = problem.run("float64", *[mode] * problem.heads)
+    mitigated, _ = problem.run("float64", *[mode] * problem.heads)
     size = 1e-10 * max(1.0, *(x[x.isfinite()].abs().max().item() for x in plain if x.isfinite().any()))
-    for got, want in zip(cured, plain, strict=True):
+    for got, want in zip(mitigated, plain, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=size)
 
 
 @pytest.mark.parametrize("numerics", ["kernel", "paper"])
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(shape=SHAPES, mode=st.sampled_from(CURES).map(parse_mode))
-def test_heads_beside_a_cured_one_keep_their_bits(numerics: Numerics, shape: Shape, mode: Mode) -> None:
+@given(shape=SHAPES, mode=st.sampled_from(MITIGATIONS).map(parse_mode))
+def test_mitigation_leaves_other_heads_bitwise_unchanged(numerics: Numerics, shape: Shape, mode: Mode) -> None:
     problem = Problem(shape, torch.bfloat16)
     plain, state = problem.run(numerics)
-    cured, cured_state = problem.run(numerics, mode, *[Mode.PLAIN] * (problem.heads - 1))
-    for before, after in zip(plain[:4], cured[:4], strict=True):
+    mitigated, mitigated_state = problem.run(numerics, mode, *[Mode.PLAIN] * (problem.heads - 1))
+    for before, after in zip(plain[:4], mitigated[:4], strict=True):
         assert torch.equal(before[:, 1:], after[:, 1:])
-    for before, after in zip(plain[4:], cured[4:], strict=True):
+    for before, after in zip(plain[4:], mitigated[4:], strict=True):
         assert torch.equal(before[:, 1:], after[:, 1:]) or shape.kv_heads == 1
-    assert torch.equal(state[1:], cured_state[1:])
+    assert torch.equal(state[1:], mitigated_state[1:])
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(shape=SHAPES)
-def test_a_row_correction_leaves_the_forward_and_what_is_counted_as_they_are(shape: Shape) -> None:
+def test_row_correction_does_not_change_the_forward_or_the_statistics(shape: Shape) -> None:
     problem = Problem(shape, torch.bfloat16)
-    (plain, state), (cured, cured_state) = (
+    (plain, state), (mitigated, mitigated_state) = (
         problem.run("kernel", *[mode] * problem.heads) for mode in (Mode.PLAIN, Mode.ROW_CORRECTED)
     )
-    assert all(torch.equal(a, b) for a, b in zip(plain[:3], cured[:3], strict=True))
-    assert torch.equal(plain[5], cured[5])
-    assert torch.equal(state, cured_state)
+    assert all(torch.equal(a, b) for a, b in zip(plain[:3], mitigated[:3], strict=True))
+    assert torch.equal(plain[5], mitigated[5])
+    assert torch.equal(state, mitigated_state)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(shape=SHAPES, mode=st.sampled_from(CURES).map(parse_mode))
-def test_a_cure_errs_no_more_than_plain_attention_does(shape: Shape, mode: Mode) -> None:
+@given(shape=SHAPES, mode=st.sampled_from(MITIGATIONS).map(parse_mode))
+def test_mitigations_are_as_accurate_as_plain_attention(shape: Shape, mode: Mode) -> None:
     problem = Problem(shape, torch.bfloat16)
     plain, _ = problem.run("kernel")
-    cured, _ = problem.run("kernel", *[mode] * problem.heads)
+    mitigated, _ = problem.run("kernel", *[mode] * problem.heads)
     truth, _ = Problem(shape, torch.float64).run("float64")
-    for name, got, peer, want in zip(("out", "dQ", "dK", "dV"), cured[:1] + cured[3:], plain[:1] + plain[3:],
+    for name, got, peer, want in zip(("out", "dQ", "dK", "dV"), mitigated[:1] + mitigated[3:], plain[:1] + plain[3:],
                                      truth[:1] + truth[3:], strict=True):  # fmt: skip
         allowed = (peer.double() - want).norm() + 0.02 * want.norm() + 1e-5
         assert (got.double() - want).norm() <= allowed, name
@@ -157,8 +157,8 @@ OFFSETS = [0.0, 30.0, 300.0, 3000.0, 1e4]
 
 
 @pytest.mark.parametrize("offset", OFFSETS)
-def test_a_corrected_row_is_as_exact_as_float32_up_to_a_factor_of_two(offset: float) -> None:
-    """With values that share a part, which makes O and its rounding large."""
+def test_row_correction_error_is_at_most_twice_that_of_float32(offset: float) -> None:
+    """With values that share a component, which makes O and its rounding error large."""
     float32, given = mean_error(offset, Mode.PLAIN, "float32"), mean_error(offset, Mode.ROW_CORRECTED, "kernel")
     assert given.weight <= 2 * float32.weight
     assert given.row_sum <= 2 * float32.row_sum
@@ -166,13 +166,13 @@ def test_a_corrected_row_is_as_exact_as_float32_up_to_a_factor_of_two(offset: fl
 
 
 @pytest.mark.parametrize("offset", OFFSETS[2:])
-def test_a_common_key_no_longer_multiplies_the_error_of_the_query_gradients(offset: float) -> None:
-    plain, cured = (mean_error(offset, mode, "kernel") for mode in (Mode.PLAIN, Mode.ROW_CORRECTED))
-    assert 500 * cured.weight <= plain.weight
+def test_row_correction_reduces_the_query_gradient_error_of_large_offsets(offset: float) -> None:
+    plain, mitigated = (mean_error(offset, mode, "kernel") for mode in (Mode.PLAIN, Mode.ROW_CORRECTED))
+    assert 500 * mitigated.weight <= plain.weight
 
 
 @pytest.mark.promise("K3")
-def test_a_key_that_is_no_number_touches_only_the_rows_that_see_it() -> None:
+def test_nan_key_affects_only_the_rows_that_see_it() -> None:
     problem = Problem(Shape(queries=12, keys=12, seed=9), torch.bfloat16)
     problem.tensors[2][0, 0, 7, 3] = math.nan
     (out, _, _, grad_query, *_), state = problem.run("kernel", Mode.ROW_CORRECTED)
