@@ -1,4 +1,4 @@
-"""The Triton kernels against float64 and against the reference: values, gradients, statistics, features."""
+"""The Triton kernels, compared with float64 and the reference: outputs, gradients, statistics and features."""
 
 import math
 from dataclasses import replace
@@ -25,16 +25,16 @@ from foreshock.contract.slots import COUNT_SLOTS, MAX_SLOTS, SUM_SLOTS, Slot
 from foreshock.kernels.flash_attention import AttentionSpec
 from foreshock.kernels.flash_attention.spec import residual_scale
 
-# The interpreter computes masked lanes too, and warns of what they overflow to.
+# The interpreter also computes masked lanes, and warns when they overflow.
 pytestmark = [
     *INTERPRETED,
-    # PyTorch's own attention is the first to multiply in autograd's thread.
+    # PyTorch's attention makes the first matrix product in autograd's thread.
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
 ]
 
 CASES = [
     pytest.param(64, 64, 32, 2, 2, {}, id="full"),
-    pytest.param(70, 70, 64, 2, 1, {"causal": "top_left"}, id="causal, two heads a key head"),
+    pytest.param(70, 70, 64, 2, 1, {"causal": "top_left"}, id="causal, two heads per key head"),
     pytest.param(33, 75, 40, 2, 2, {"causal": "bottom_right"}, id="fewer queries, bottom right"),
     pytest.param(75, 33, 32, 1, 1, {"causal": "bottom_right"}, id="empty rows"),
     pytest.param(40, 60, 32, 1, 1, {"causal": "top_left"}, id="fewer queries, top left"),
@@ -46,7 +46,7 @@ CASES = [
 if CUDA:
     CASES += [
         pytest.param(1024, 1024, 64, 4, 4, {"causal": "top_left"}, id="1024, dim 64"),
-        pytest.param(1000, 1000, 128, 8, 1, {"causal": "top_left"}, id="1000, dim 128, eight heads a key head"),
+        pytest.param(1000, 1000, 128, 8, 1, {"causal": "top_left"}, id="1000, dim 128, eight heads per key head"),
         pytest.param(1024, 1024, 128, 4, 4, {}, id="1024, dim 128"),
         pytest.param(5000, 5000, 64, 2, 1, {"causal": "top_left"}, id="5000, dim 64"),
         pytest.param(1024, 1024, 256, 2, 2, {"causal": "top_left"}, id="dim 256"),
@@ -70,32 +70,32 @@ TYPED_CASES = [
 
 @pytest.mark.promise("K1")
 @pytest.mark.parametrize(("length_q", "length_k", "dim", "heads", "kv_heads", "options", "dtype"), TYPED_CASES)
-def test_values_and_gradients_err_at_most_twice_as_much_as_pytorchs_own(
+def test_errors_of_output_and_gradients_are_at_most_twice_those_of_pytorch(
     length_q: int, length_k: int, dim: int, heads: int, kv_heads: int, options: dict[str, object], dtype: torch.dtype
 ) -> None:
     inputs = random_inputs(length_q, length_k, dim, heads, kv_heads, batch=2 if CUDA else 1, dtype=dtype)
     spec = scaled(dim, **options)
     given, exact = attend(inputs, spec), truth(inputs, spec)
-    own = pytorch_own(inputs, spec)
+    pytorch = pytorch_own(inputs, spec)
     names = ("out", "grad_query", "grad_key", "grad_value")
-    for name, theirs in zip(names, own, strict=True):
-        ours = largest_error(getattr(given, name), getattr(exact, name))
-        allowed = 2 * largest_error(theirs, getattr(exact, name)) + 1e-5
-        assert ours <= allowed, f"{name} errs by {ours:.2e}, allowed are {allowed:.2e}"
+    for name, pytorch_value in zip(names, pytorch, strict=True):
+        error = largest_error(getattr(given, name), getattr(exact, name))
+        allowed = 2 * largest_error(pytorch_value, getattr(exact, name)) + 1e-5
+        assert error <= allowed, f"the error of {name} is {error:.2e}, more than the allowed {allowed:.2e}"
     seen = exact.row_max.isfinite()
     assert torch.equal(given.lse.isfinite(), seen)
     torch.testing.assert_close(given.lse[seen], exact.lse[seen].float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(given.row_max[seen], exact.row_max[seen].float(), rtol=1e-5, atol=1e-5)
-    # What was saved beside O restores it: its error falls to that of P's rounding.
+    # O and its saved residual have only the error of rounding P.
     restored = given.out.double() + given.residual.double() / residual_scale(given.residual.dtype)
     assert (restored - exact.out).norm() < 0.8 * (given.out.double() - exact.out).norm()
 
 
 @pytest.mark.parametrize(("length_q", "length_k", "dim", "heads", "kv_heads", "options"), CASES)
-def test_statistics_are_those_of_the_reference(
+def test_statistics_match_the_reference(
     length_q: int, length_k: int, dim: int, heads: int, kv_heads: int, options: dict[str, object]
 ) -> None:
-    """Scores on a coarse grid are exact in fp32 in any order of summation, so that counts must be equal."""
+    """Scores on a coarse grid are exact in fp32 in any order of summation, so counts must be equal."""
     inputs = random_inputs(length_q, length_k, dim, heads, kv_heads, batch=2 if CUDA else 1)
     query, key = (x.mul(2).round().div(2) for x in inputs[:2])
     grid = inputs._replace(query=query, key=key)
@@ -112,8 +112,8 @@ def test_statistics_are_those_of_the_reference(
 
 @pytest.mark.parametrize("size", [0.0, 1.0, 40.0, 3000.0], ids=lambda size: f"scores near {size}")
 @pytest.mark.parametrize("length", [40, 96, 700] if CUDA else [70])
-def test_ties_are_counted_at_any_size_of_score_and_independent_of_tiles(size: float, length: int) -> None:
-    """Rows tie at one, in bf16, in both or in none, wherever their keys lie."""
+def test_ties_are_counted_at_any_score_size_and_across_tiles(size: float, length: int) -> None:
+    """Rows tie at one, in bf16, in both or in neither, at any positions of their keys."""
     inputs = random_inputs(length, length, 32, heads=3, kv_heads=3)
     query = torch.zeros_like(inputs.query)
     query[..., 0] = 1.0
@@ -121,7 +121,7 @@ def test_ties_are_counted_at_any_size_of_score_and_independent_of_tiles(size: fl
     key[..., 0] = -8.0
     for head, (low, high) in enumerate([(0, 0), (0, 1), (3, length - 1)]):
         key[:, head, [low, high], 0] = 1.0
-    # A third key, near enough to tie in bf16 alone where scores are large.
+    # A third key, close enough to tie only in bf16 if scores are large.
     key[:, :, length // 2, 0] = 1.0 - 2.0**-8
     grid = Inputs(query, key, *inputs[2:])
     spec = scaled(32, scale=size if size else 1.0) if size != 0 else scaled(32, scale=0.0)
@@ -131,24 +131,24 @@ def test_ties_are_counted_at_any_size_of_score_and_independent_of_tiles(size: fl
 
 
 @pytest.mark.parametrize("modes", [None, (Mode.PLAIN, Mode.ROW_CORRECTED)], ids=["plain", "corrected"])
-def test_packed_sequences_are_those_of_separate_calls_and_what_lies_past_them_is_empty(
+def test_packed_sequences_match_separate_calls_and_rows_past_them_are_zero(
     modes: tuple[Mode, ...] | None,
 ) -> None:
     lengths_q, lengths_k, total = [5, 40, 1], [9, 33, 3], 60
     inputs = random_inputs(total, total, 32, heads=2, kv_heads=1)
-    inputs.key.add_(3 * inputs.key[:, :, :1])  # a direction that all keys share, which corrected rows do not see
-    spec, of_heads = scaled(32, causal="bottom_right"), None if modes is None else flags(*modes)
+    inputs.key.add_(3 * inputs.key[:, :, :1])  # a direction that all keys share, which row correction removes
+    spec, head_modes = scaled(32, causal="bottom_right"), None if modes is None else flags(*modes)
     cu_q, cu_k = (
         torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
         for lengths in (lengths_q, lengths_k)
     )
-    packed = attend(inputs, spec, of_heads, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, longest=(40, 40))
+    packed = attend(inputs, spec, head_modes, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, longest=(40, 40))
     for index in range(len(lengths_q)):
         q, k = (slice(int(cu[index]), int(cu[index + 1])) for cu in (cu_q, cu_k))
         one = Inputs(inputs.query[:, :, q], inputs.key[:, :, k], inputs.value[:, :, k], inputs.grad[:, :, q])
-        alone = attend(one, spec, of_heads)
+        separate = attend(one, spec, head_modes)
         for name, rows in (("out", q), ("lse", q), ("grad_query", q), ("grad_key", k), ("grad_value", k)):
-            assert torch.equal(getattr(packed, name)[:, :, rows], getattr(alone, name)), name
+            assert torch.equal(getattr(packed, name)[:, :, rows], getattr(separate, name)), name
     assert packed.out[:, :, int(cu_q[-1]) :].abs().sum() == 0
     assert packed.grad_query[:, :, int(cu_q[-1]) :].abs().sum() == 0
     assert packed.grad_key[:, :, int(cu_k[-1]) :].abs().sum() == 0
@@ -160,12 +160,12 @@ def test_packed_sequences_are_those_of_separate_calls_and_what_lies_past_them_is
 @pytest.mark.parametrize(
     ("causal", "modes"), [("none", None), ("top_left", None), ("none", (Mode.ROW_CORRECTED, Mode.PLAIN))]
 )
-def test_dropout_keeps_what_the_reference_keeps(causal: str, modes: tuple[Mode, ...] | None) -> None:
+def test_dropout_drops_the_same_entries_as_the_reference(causal: str, modes: tuple[Mode, ...] | None) -> None:
     inputs = random_inputs(34, 34, 32, heads=2, kv_heads=1, batch=2)
-    spec, of_heads = scaled(32, causal=causal, dropout_p=0.3), None if modes is None else flags(*modes)
+    spec, head_modes = scaled(32, causal=causal, dropout_p=0.3), None if modes is None else flags(*modes)
     seed = torch.tensor(0x123456789ABCDEF, device=DEVICE)
-    given = attend(inputs, spec, of_heads, seed=seed)
-    expected, exact = attend_by_reference(inputs, spec, modes=of_heads, seed=seed), truth(inputs, spec, seed=seed)
+    given = attend(inputs, spec, head_modes, seed=seed)
+    expected, exact = attend_by_reference(inputs, spec, modes=head_modes, seed=seed), truth(inputs, spec, seed=seed)
     for name in ("out", "grad_query", "grad_key", "grad_value"):
         error = largest_error(getattr(expected, name), getattr(exact, name))
         assert largest_error(getattr(given, name), getattr(exact, name)) <= 2 * error + 1e-5, name
@@ -174,44 +174,42 @@ def test_dropout_keeps_what_the_reference_keeps(causal: str, modes: tuple[Mode, 
 
 @pytest.mark.promise("K2")
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_one_poisoned_query_is_one_row_counted_and_touches_no_other(poison: float) -> None:
+def test_nonfinite_query_is_counted_as_one_row_and_affects_no_other(poison: float) -> None:
     inputs = random_inputs(70, 70, heads=2)
     spec = scaled(32, causal="top_left")
     clean = attend(inputs, spec)
     inputs.query[0, 1, 37, 3] = poison
-    sick = attend(inputs, spec)
+    poisoned = attend(inputs, spec)
     rows = [i for i in range(70) if i != 37]
-    assert torch.equal(clean.out[:, :, rows], sick.out[:, :, rows])
-    assert torch.equal(clean.grad_query[:, :, rows], sick.grad_query[:, :, rows])
-    assert torch.equal(clean.grad_key[:, 0], sick.grad_key[:, 0])
-    assert sick.counts(Slot.NONFINITE_ROWS) == [0, 1]
-    assert sick.counts(Slot.ROWS) == [70, 69]
+    assert torch.equal(clean.out[:, :, rows], poisoned.out[:, :, rows])
+    assert torch.equal(clean.grad_query[:, :, rows], poisoned.grad_query[:, :, rows])
+    assert torch.equal(clean.grad_key[:, 0], poisoned.grad_key[:, 0])
+    assert poisoned.counts(Slot.NONFINITE_ROWS) == [0, 1]
+    assert poisoned.counts(Slot.ROWS) == [70, 69]
     for slot in {*MAX_SLOTS, *SUM_SLOTS} - {
         Slot.OUTPUT_ERROR_MAX,
         Slot.GRADIENT_ERROR_MAX,
-    }:  # of native attention alone
-        assert all(map(math.isfinite, sick.counts(slot))), slot.name
+    }:  # measured only for native attention
+        assert all(map(math.isfinite, poisoned.counts(slot))), slot.name
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("broken", ["query", "key", "value", "grad"])
-def test_a_nonfinite_gradient_is_told_from_a_nonfinite_input(broken: str, packed: bool) -> None:
+def test_nonfinite_inputs_and_gradients_are_counted_separately(broken: str, packed: bool) -> None:
     inputs = random_inputs(70, 70, heads=2)
     getattr(inputs, broken)[0, 1, 37, 3] = math.nan
     cu = torch.tensor([0, 10, 70], dtype=torch.int32, device=DEVICE) if packed else None
     for run in (attend, attend_by_reference):
         counted = run(inputs, scaled(32, causal="top_left"), cu_seqlens_q=cu, cu_seqlens_k=cu)
-        healthy, sick = counted.counts(Slot.NONFINITE_ROWS)
+        healthy, poisoned = counted.counts(Slot.NONFINITE_ROWS)
         assert healthy == 0
-        assert (
-            1 <= sick <= 70 - 32 + 32 * (broken == "value")
-        )  # a value that is not finite reaches all rows of its tile
-        assert counted.counts(Slot.NONFINITE_INPUT_ROWS) == [0, 0 if broken == "grad" else sick]
+        assert 1 <= poisoned <= 70 - 32 + 32 * (broken == "value")  # a nonfinite value affects all rows of its tile
+        assert counted.counts(Slot.NONFINITE_INPUT_ROWS) == [0, 0 if broken == "grad" else poisoned]
         assert counted.counts(Slot.NONFINITE_OUTPUT_ROWS) == [0, 0]
 
 
 @pytest.mark.promise("K3")
-def test_rows_that_see_no_key_are_zero_counted_and_pass_nothing_back() -> None:
+def test_rows_without_keys_are_zero_counted_and_have_no_gradient() -> None:
     inputs = random_inputs(40, 8)
     given = attend(inputs, scaled(32, causal="bottom_right"))
     assert given.out[:, :, :32].abs().sum() == 0
@@ -226,7 +224,7 @@ def test_rows_that_see_no_key_are_zero_counted_and_pass_nothing_back() -> None:
 @pytest.mark.promise("K4")
 @pytest.mark.parametrize("batch", [0, 1, 2])
 @pytest.mark.parametrize(("length_q", "length_k"), [(0, 0), (0, 2), (1, 0), (1, 1), (2, 1), (1, 2)])
-def test_sizes_of_nothing_and_one_work(batch: int, length_q: int, length_k: int) -> None:
+def test_lengths_of_zero_and_one_work(batch: int, length_q: int, length_k: int) -> None:
     inputs = random_inputs(length_q, length_k, batch=batch)
     given, expected = attend(inputs, scaled(32)), attend_by_reference(inputs, scaled(32))
     torch.testing.assert_close(given.out, expected.out, rtol=1e-2, atol=1e-2)
@@ -240,7 +238,7 @@ LENGTHS = [*range(1, 131), 239, 799, 1023, 1024, 1025] if CUDA else [1, 2, 31, 3
 
 @pytest.mark.promise("K5")
 @pytest.mark.parametrize("length", LENGTHS)
-def test_any_length(length: int) -> None:
+def test_every_length_is_accurate(length: int) -> None:
     inputs = random_inputs(length, length, heads=1, kv_heads=1)
     spec = scaled(32, causal="top_left")
     given, exact = attend(inputs, spec), truth(inputs, spec)
@@ -251,21 +249,21 @@ def test_any_length(length: int) -> None:
 
 @pytest.mark.promise("K1")
 @pytest.mark.parametrize("dim", range(8, 257, 8) if CUDA else (8, 24))
-def test_any_multiple_of_eight_is_a_head_dim(dim: int) -> None:
+def test_every_multiple_of_eight_works_as_head_dim(dim: int) -> None:
     inputs = random_inputs(70, 70, dim, 1, 1, dtype=torch.float16 if dim % 16 else torch.bfloat16)
     spec = scaled(dim, causal="top_left")
-    given, exact, own = attend(inputs, spec), truth(inputs, spec), pytorch_own(inputs, spec)
-    for name, theirs in zip(("out", "grad_query", "grad_key", "grad_value"), own, strict=True):
-        ours, allowed = (largest_error(x, getattr(exact, name)) for x in (getattr(given, name), theirs))
-        assert ours <= 2 * allowed + 1e-5, name
+    given, exact, pytorch = attend(inputs, spec), truth(inputs, spec), pytorch_own(inputs, spec)
+    for name, pytorch_value in zip(("out", "grad_query", "grad_key", "grad_value"), pytorch, strict=True):
+        error, allowed = (largest_error(x, getattr(exact, name)) for x in (getattr(given, name), pytorch_value))
+        assert error <= 2 * allowed + 1e-5, name
 
 
 @pytest.mark.promise("K6")
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "padded", "unaligned", "expanded"])
-def test_strides_are_honoured(layout: str) -> None:
+def test_strides_are_respected(layout: str) -> None:
     plain = random_inputs(48, 48, 32, heads=2, kv_heads=2)
 
-    def laid_out(x: torch.Tensor) -> torch.Tensor:
+    def in_layout(x: torch.Tensor) -> torch.Tensor:
         if layout == "transposed":
             return x.transpose(1, 2).contiguous().transpose(1, 2)
         if layout == "sliced":
@@ -277,7 +275,7 @@ def test_strides_are_honoured(layout: str) -> None:
             return flat[1:].copy_(x.flatten()).view(x.shape)
         return x[:, :1, :1].expand(x.shape)
 
-    given = Inputs(*map(laid_out, plain))
+    given = Inputs(*map(in_layout, plain))
     strided, packed = attend(given, scaled(32)), attend(Inputs(*(x.contiguous() for x in given)), scaled(32))
     for a, b in zip(strided[:-1], packed[:-1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
@@ -285,14 +283,14 @@ def test_strides_are_honoured(layout: str) -> None:
 
 
 @pytest.mark.promise("K6")
-def test_rows_of_scattered_elements_are_refused_with_a_sentence() -> None:
+def test_rows_with_noncontiguous_elements_are_rejected() -> None:
     inputs = random_inputs(16, 16, 32)
     scattered = inputs.query.transpose(2, 3).contiguous().transpose(2, 3)
     with pytest.raises(ValueError, match=r"query has stride 16 in its last dimension.*contiguous"):
         attend(inputs._replace(query=scattered), scaled(32))
 
 
-def test_a_head_dim_that_is_not_served_is_refused_with_a_sentence() -> None:
+def test_unsupported_head_dim_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"head dim 20 is not supported.*multiple of 8"):
         attend(random_inputs(16, 16, 20), scaled(20))
 
@@ -312,7 +310,7 @@ def test_extreme_scores_stay_finite_and_lse_stays_within_its_bounds(size: float,
 
 
 @pytest.mark.promise("K9")
-def test_inputs_and_the_random_state_are_left_alone() -> None:
+def test_inputs_and_random_state_are_unchanged() -> None:
     inputs = random_inputs(45, 70, 40, heads=2, kv_heads=1)
     before, state = [x.clone() for x in inputs], torch.get_rng_state()
     attend(inputs, AttentionSpec(scale=0.2, causal="bottom_right"))

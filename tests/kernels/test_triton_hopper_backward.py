@@ -1,5 +1,5 @@
-"""The backward for Hopper on such a GPU: who is served, that it is as exact as Triton's, and all that surrounds it.
-The forward is Triton's but in one test, so that what fails here is the backward."""
+"""The Hopper backward on such a GPU: which calls use it, its accuracy compared with Triton's, and its side effects.
+All tests but one use Triton's forward, so that their failures come from the backward."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -31,35 +31,35 @@ MIXED = (
     Mode.PLAIN,
 )
 CORRECTED = [bool(mode & Mode.ROW_CORRECTED) for mode in MIXED]
-ALONE = {"rows", "hopper backward", "hopper dQ", "count"}
-SHARED = {"hopper dK", "hopper dV"}
-"""Beside these where query heads share a key head."""
-BESIDE = ALONE | {"dQ of corrected heads"}
-TRITON = {"rows", "dQ", "dK dV", "count"}
-LAUNCHED = hopper.launched
+HOPPER_PASSES = {"rows", "hopper backward", "hopper dQ", "count"}
+SHARED_PASSES = {"hopper dK", "hopper dV"}
+"""In addition to HOPPER_PASSES if query heads share a key head."""
+CORRECTED_PASSES = HOPPER_PASSES | {"dQ of corrected heads"}
+TRITON_PASSES = {"rows", "dQ", "dK dV", "count"}
+ORIGINAL_LAUNCHED = hopper.launched
 
 
 @pytest.fixture(autouse=True)
-def not_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls remember who serves them: none outlives a test. Each program takes one query head, but where a test says
-    otherwise, and short calls of heads that share a key head are served as well."""
+def defaults_and_empty_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Empties the cache of calls, which record their kernel. By default, each program takes one query head, short calls
+    whose heads share a key head use the Hopper backward too, and forwards are Triton's."""
     monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
     monkeypatch.setattr(hopper, "_SHORT", 0)
-    take(1, monkeypatch)
+    set_heads_per_program(1, monkeypatch)
     monkeypatch.setattr(hopper, "launched", lambda *_: False)
     yield
     torch.use_deterministic_algorithms(False)
     launch._CALLS.clear()
 
 
-def take(members: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each program take so many query heads, or all of a key head if that has fewer."""
+def set_heads_per_program(members: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each program take `members` query heads, or all heads of a key head if those are fewer."""
     monkeypatch.setattr(hopper, "members_of", lambda call, _: min(members, call.heads // call.kv_heads))
     launch._CALLS.clear()
 
 
 class Backward(NamedTuple):
-    """What a backward returns, and the state that it counted into."""
+    """The results of a backward and its state."""
 
     grad_query: Tensor
     grad_key: Tensor
@@ -68,7 +68,7 @@ class Backward(NamedTuple):
 
 
 class Problem:
-    """Inputs, modes and the gradient of the log-sum-exp of one call, and what its forward leaves."""
+    """Inputs, modes and log-sum-exp gradient of one call, and the tensors that its forward saves."""
 
     def __init__(
         self, inputs: Inputs, spec: AttentionSpec, modes: Tensor | None = None, grad_lse: Tensor | None = None
@@ -79,7 +79,7 @@ class Problem:
         query, key, value, _ = inputs
         self.saved = Saved(query, key, value, *forward.attention_forward(query, key, value, self.given))
 
-    def as_served(self) -> Backward:
+    def dispatched(self) -> Backward:
         state = new_state(self.inputs.query.shape[1], "cuda")
         grads = backward.attention_backward(self.inputs.grad, self.saved, state, self.given, self.grad_lse)
         return Backward(*grads, state)
@@ -87,24 +87,24 @@ class Problem:
     def by_triton(self) -> Backward:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hopper, "takes_backward", lambda *_: False)
-            return self.as_served()
+            return self.dispatched()
 
     def passes(self) -> set[str]:
         """The passes that are launched."""
         launch._CALLS.clear()
-        self.as_served()
+        self.dispatched()
         (call,) = launch._CALLS.values()
         names = [known[0] for known in call.ready]
         return {name if isinstance(name, str) else name[0] for name in names}
 
 
-def rows_of_heads(inputs: Inputs) -> Inputs:
-    """The same numbers in tensors [B, S, H, D] in memory."""
+def in_bshd_layout(inputs: Inputs) -> Inputs:
+    """The same numbers with memory layout [B, S, H, D]."""
     return Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
 
 
-def apart(inputs: Inputs) -> Inputs:
-    """The same numbers with others between their rows."""
+def with_row_gaps(inputs: Inputs) -> Inputs:
+    """The same numbers with gaps between their rows in memory."""
     wide = [torch.full((*x.shape[:3], 144), 7.0, dtype=x.dtype, device="cuda")[..., :128] for x in inputs]
     return Inputs(*(to.copy_(x) for to, x in zip(wide, inputs, strict=True)))
 
@@ -116,48 +116,47 @@ def with_modes(length: int, causal: str, kv_heads: int = 8, *modes: Mode) -> Pro
     return Problem(inputs, scaled(128, causal=causal), flags(*(modes or MIXED)))
 
 
-def assert_as_exact(ours: Backward, theirs: Backward, problem: Problem) -> None:
+def assert_as_accurate(result: Backward, triton_result: Backward, problem: Problem) -> None:
     exact = truth(problem.inputs, problem.spec, grad_lse=problem.grad_lse)
     for name in ("grad_query", "grad_key", "grad_value"):
-        right = getattr(exact, name)
-        error, allowed = (float((getattr(x, name).double() - right).norm()) for x in (ours, theirs))
-        # The last term is what fp32 leaves where the gradient is nothing else: a row that sees one key has dQ 0.
-        slack = 1e-5 * float(right.norm()) + 2e-6 * right.numel() ** 0.5
-        assert error <= 1.1 * allowed + slack, f"{name} errs by {error:.2e}, Triton's by {allowed:.2e}"
+        true_gradient = getattr(exact, name)
+        error, allowed = (float((getattr(x, name).double() - true_gradient).norm()) for x in (result, triton_result))
+        # The last term is the fp32 error of gradients that are 0, such as dQ of a row that sees one key.
+        slack = 1e-5 * float(true_gradient.norm()) + 2e-6 * true_gradient.numel() ** 0.5
+        assert error <= 1.1 * allowed + slack, f"the error of {name} is {error:.2e}, Triton's is {allowed:.2e}"
 
 
-def assert_equal_but_for_the_order_of_sums(ours: Backward, again: Backward, heads: list[bool] | None = None) -> None:
-    """Equal bits, but of dQ (of heads that are not True in `heads`), and of dK and dV where query heads share a key
-    head: at most one step of their type apart, which few of their numbers are, and what fp32 loses over the
-    additions."""
-    assert torch.equal(ours.state, again.state)
+def assert_equal_up_to_summation_order(result: Backward, again: Backward, heads: list[bool] | None = None) -> None:
+    """Bitwise equal, except dQ of heads that are not True in `heads`, and dK and dV if query heads share a key head.
+    These may differ by one step of their dtype, in few elements, plus the fp32 error of the additions."""
+    assert torch.equal(result.state, again.state)
     if heads is not None:
-        assert torch.equal(ours.grad_query[:, heads], again.grad_query[:, heads])
+        assert torch.equal(result.grad_query[:, heads], again.grad_query[:, heads])
     added = ["grad_query"]
-    if ours.grad_key.shape[1] < ours.grad_query.shape[1]:
+    if result.grad_key.shape[1] < result.grad_query.shape[1]:
         added += ["grad_key", "grad_value"]
     else:
-        assert torch.equal(ours.grad_key, again.grad_key)
-        assert torch.equal(ours.grad_value, again.grad_value)
+        assert torch.equal(result.grad_key, again.grad_key)
+        assert torch.equal(result.grad_value, again.grad_value)
     for name in added:
-        one, other = getattr(ours, name).double(), getattr(again, name).double()
-        step = 2.0**-7 if ours.grad_query.dtype == torch.bfloat16 else 2.0**-10
+        one, other = getattr(result, name).double(), getattr(again, name).double()
+        step = 2.0**-7 if result.grad_query.dtype == torch.bfloat16 else 2.0**-10
         larger = torch.maximum(one.abs(), other.abs())
         assert bool(((one - other).abs() <= step * larger + 2.0**-16 * larger.amax()).all()), name
         assert (one - other).norm() <= 1e-3 * one.norm(), name
 
 
 @pytest.mark.parametrize("causal", ["none", "top_left"])
-def test_the_calls_that_it_is_written_for_are_served(causal: str) -> None:
+def test_supported_calls_use_the_hopper_backward(causal: str) -> None:
     inputs, spec = random_inputs(300, 300, 128), scaled(128, causal=causal)
-    for given in (inputs, rows_of_heads(inputs), apart(inputs)):
-        assert Problem(given, spec).passes() == ALONE
-    assert Problem(random_inputs(300, 300, 128, 8, 2, 2, torch.float16), spec).passes() == ALONE | SHARED
-    assert Problem(inputs, spec, flags(Mode.PLAIN, Mode.ROW_CORRECTED)).passes() == BESIDE
-    assert Problem(random_inputs(300, 200, 128), scaled(128)).passes() == ALONE
+    for given in (inputs, in_bshd_layout(inputs), with_row_gaps(inputs)):
+        assert Problem(given, spec).passes() == HOPPER_PASSES
+    assert Problem(random_inputs(300, 300, 128, 8, 2, 2, torch.float16), spec).passes() == HOPPER_PASSES | SHARED_PASSES
+    assert Problem(inputs, spec, flags(Mode.PLAIN, Mode.ROW_CORRECTED)).passes() == CORRECTED_PASSES
+    assert Problem(random_inputs(300, 200, 128), scaled(128)).passes() == HOPPER_PASSES
 
 
-def test_all_others_are_left_to_triton() -> None:
+def test_unsupported_calls_use_triton() -> None:
     inputs = random_inputs(256, 256, 128)
     moved = [torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x).copy_(x) for x in inputs]
     repeated = inputs._replace(grad=inputs.grad[:, :1].expand_as(inputs.grad))
@@ -169,7 +168,7 @@ def test_all_others_are_left_to_triton() -> None:
         (random_inputs(256, 256, 64), scaled(64)),
         (random_inputs(256, 300, 128), scaled(128, causal="bottom_right")),
     ):
-        assert Problem(given, spec).passes() == TRITON
+        assert Problem(given, spec).passes() == TRITON_PASSES
 
 
 LENGTHS = (1, 2, 64, 127, 128, 129, 1000, 1024)
@@ -188,46 +187,48 @@ CASES = [
 
 
 @pytest.mark.parametrize(("dtype", "length_q", "length_k", "causal", "heads", "kv_heads", "batch"), CASES)
-def test_every_length_is_as_exact_as_by_triton_and_gives_equal_bits_but_for_the_order_of_sums(
+def test_every_length_is_as_accurate_as_triton_and_equal_up_to_summation_order(
     dtype: torch.dtype, length_q: int, length_k: int, causal: str, heads: int, kv_heads: int, batch: int
 ) -> None:
     inputs = random_inputs(length_q, length_k, 128, heads, kv_heads, batch, dtype)
     problem = Problem(inputs, scaled(128, causal=causal))
-    assert problem.passes() == (ALONE if heads == kv_heads else ALONE | SHARED)
-    ours, theirs = problem.as_served(), problem.by_triton()
-    assert_as_exact(ours, theirs, problem)
-    assert torch.equal(ours.state, theirs.state)
+    assert problem.passes() == (HOPPER_PASSES if heads == kv_heads else HOPPER_PASSES | SHARED_PASSES)
+    result, triton_result = problem.dispatched(), problem.by_triton()
+    assert_as_accurate(result, triton_result, problem)
+    assert torch.equal(result.state, triton_result.state)
     for _ in range(5):
-        assert_equal_but_for_the_order_of_sums(ours, problem.as_served())
-    for other in (rows_of_heads(inputs), apart(inputs)):
-        assert_equal_but_for_the_order_of_sums(ours, Problem(other, problem.spec).as_served())
+        assert_equal_up_to_summation_order(result, problem.dispatched())
+    for other in (in_bshd_layout(inputs), with_row_gaps(inputs)):
+        assert_equal_up_to_summation_order(result, Problem(other, problem.spec).dispatched())
 
 
 @pytest.mark.parametrize("causal", ["none", "top_left"])
-def test_however_many_query_heads_a_program_takes_it_is_as_exact(causal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_is_accurate_for_any_number_of_query_heads_per_program(
+    causal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = Problem(random_inputs(700, 700, 128, 16, 2, 2), scaled(128, causal=causal))
-    theirs = problem.by_triton()
+    triton_result = problem.by_triton()
     for members in (1, 2, 4, 8):
-        take(members, monkeypatch)
-        assert problem.passes() == (ALONE if members == 8 else ALONE | SHARED)
-        ours = problem.as_served()
-        assert_as_exact(ours, theirs, problem)
-        again = problem.as_served()
-        assert_equal_but_for_the_order_of_sums(ours, again)
-        assert torch.equal(ours.grad_key, again.grad_key) or members < 8
+        set_heads_per_program(members, monkeypatch)
+        assert problem.passes() == (HOPPER_PASSES if members == 8 else HOPPER_PASSES | SHARED_PASSES)
+        result = problem.dispatched()
+        assert_as_accurate(result, triton_result, problem)
+        again = problem.dispatched()
+        assert_equal_up_to_summation_order(result, again)
+        assert torch.equal(result.grad_key, again.grad_key) or members < 8
 
 
 @pytest.mark.parametrize("length", [129, 200, 1000])
-def test_rows_whose_scores_all_lie_far_below_zero_have_finite_gradients(length: int) -> None:
+def test_rows_with_all_scores_far_below_zero_have_finite_gradients(length: int) -> None:
     inputs = random_inputs(length, length, 128, 4, 2)
     inputs.query[..., 0] = 200.0
     inputs.key[..., 0] = -8.0
     problem = Problem(inputs, scaled(128))
-    assert float(problem.saved.lse.max()) < -89.0  # exp of minus that is infinite in fp32
-    assert_as_exact(problem.as_served(), problem.by_triton(), problem)
+    assert float(problem.saved.lse.max()) < -89.0  # exp(-lse) overflows in fp32
+    assert_as_accurate(problem.dispatched(), problem.by_triton(), problem)
 
 
-def test_nothing_round_the_gradients_is_harmed() -> None:
+def test_memory_around_the_gradients_is_not_written() -> None:
     for causal, length in (("none", 400), ("top_left", 400), ("none", 1)):
         problem = Problem(random_inputs(length, length, 128), scaled(128, causal=causal))
         query, key, value, grad = problem.inputs
@@ -238,9 +239,9 @@ def test_nothing_round_the_gradients_is_harmed() -> None:
         grads = tuple(x[around : around + size].view_as(query) for x in longer)
         chosen = configs(call.capability, call.block_d, call.mean_keys)
         backward.launch_backward(call, chosen, tensors, grads)  # type: ignore[arg-type]
-        assert_equal_but_for_the_order_of_sums(
+        assert_equal_up_to_summation_order(
             Backward._make([*grads, new_state(2, "cuda")]),
-            problem.as_served()._replace(state=new_state(2, "cuda")),
+            problem.dispatched()._replace(state=new_state(2, "cuda")),
         )
         for x in longer:
             assert bool((x[:around] == 7.0).all())
@@ -249,75 +250,73 @@ def test_nothing_round_the_gradients_is_harmed() -> None:
 
 @pytest.mark.parametrize("causal", ["none", "top_left"])
 @pytest.mark.parametrize(("length", "kv_heads"), [(640, 8), (1000, 2)])
-def test_heads_of_every_mode_beside_each_other_are_as_exact_as_by_triton(
-    length: int, kv_heads: int, causal: str
-) -> None:
+def test_heads_of_mixed_modes_are_as_accurate_as_triton(length: int, kv_heads: int, causal: str) -> None:
     problem = with_modes(length, causal, kv_heads)
-    assert problem.passes() == (BESIDE if kv_heads == 8 else BESIDE | SHARED)
-    ours, theirs = problem.as_served(), problem.by_triton()
-    assert_as_exact(ours, theirs, problem)
-    assert torch.equal(ours.grad_query[:, CORRECTED], theirs.grad_query[:, CORRECTED])
-    assert torch.equal(ours.state, theirs.state)
-    assert min(slot_values(ours.state.cpu().numpy(), Slot.TIED_ROWS_BF16)) > 0
+    assert problem.passes() == (CORRECTED_PASSES if kv_heads == 8 else CORRECTED_PASSES | SHARED_PASSES)
+    result, triton_result = problem.dispatched(), problem.by_triton()
+    assert_as_accurate(result, triton_result, problem)
+    assert torch.equal(result.grad_query[:, CORRECTED], triton_result.grad_query[:, CORRECTED])
+    assert torch.equal(result.state, triton_result.state)
+    assert min(slot_values(result.state.cpu().numpy(), Slot.TIED_ROWS_BF16)) > 0
     for _ in range(10):
-        assert_equal_but_for_the_order_of_sums(ours, problem.as_served(), CORRECTED)
+        assert_equal_up_to_summation_order(result, problem.dispatched(), CORRECTED)
 
 
-def test_modes_that_are_all_plain_change_nothing_and_all_corrected_leave_no_dq_to_it() -> None:
+def test_plain_modes_change_nothing_and_dq_of_corrected_heads_is_deterministic() -> None:
     plain = with_modes(640, "top_left", 8, *[Mode.PLAIN] * 8)
-    assert_equal_but_for_the_order_of_sums(plain.as_served(), Problem(plain.inputs, plain.spec).as_served())
+    assert_equal_up_to_summation_order(plain.dispatched(), Problem(plain.inputs, plain.spec).dispatched())
     corrected = with_modes(640, "top_left", 8, *[Mode.ROW_CORRECTED] * 8)
-    assert_equal_but_for_the_order_of_sums(corrected.as_served(), corrected.as_served(), [True] * 8)
+    assert_equal_up_to_summation_order(corrected.dispatched(), corrected.dispatched(), [True] * 8)
 
 
 @pytest.mark.parametrize("modes", [None, MIXED])
-def test_a_gradient_of_the_log_sum_exp_is_taken_in(modes: tuple[Mode, ...] | None) -> None:
+def test_log_sum_exp_gradient_is_included(modes: tuple[Mode, ...] | None) -> None:
     inputs = random_inputs(500, 500, 128, 8, 4)
     grad_lse = torch.randn(inputs.query.shape[:3], device="cuda")
     given = None if modes is None else flags(*modes)
     problem = Problem(inputs, scaled(128, causal="top_left"), given, grad_lse)
-    assert problem.passes() == SHARED | (ALONE if modes is None else BESIDE)
-    assert_as_exact(problem.as_served(), problem.by_triton(), problem)
+    assert problem.passes() == SHARED_PASSES | (HOPPER_PASSES if modes is None else CORRECTED_PASSES)
+    assert_as_accurate(problem.dispatched(), problem.by_triton(), problem)
 
 
 @pytest.mark.parametrize("modes", [None, MIXED])
-def test_who_wants_equal_bits_gets_triton_s_from_one_call_to_the_next(modes: tuple[Mode, ...] | None) -> None:
+def test_deterministic_mode_uses_triton_from_the_next_call_on(modes: tuple[Mode, ...] | None) -> None:
     problem = with_modes(640, "top_left")
     problem = Problem(problem.inputs, problem.spec, None if modes is None else flags(*modes))
-    ours, theirs = problem.as_served(), problem.by_triton()
-    assert problem.passes() == (ALONE if modes is None else BESIDE)
+    result, triton_result = problem.dispatched(), problem.by_triton()
+    assert problem.passes() == (HOPPER_PASSES if modes is None else CORRECTED_PASSES)
     torch.use_deterministic_algorithms(True)
-    assert problem.passes() == TRITON
+    assert problem.passes() == TRITON_PASSES
     launch._CALLS.clear()
-    for turn in range(8):  # each way is new, then remembered, then given addresses
+    for turn in range(8):  # each choice is new, then cached, then launched with addresses
         deterministic = turn % 2 == 1
         torch.use_deterministic_algorithms(deterministic)
-        given = problem.as_served()
+        given = problem.dispatched()
         if deterministic:
-            assert all(torch.equal(a, b) for a, b in zip(given, theirs, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(given, triton_result, strict=True))
         else:
-            assert_equal_but_for_the_order_of_sums(given, ours)
+            assert_equal_up_to_summation_order(given, result)
 
 
-def test_what_the_host_knows_of_modes_leaves_out_launches_and_chooses_passes_but_changes_no_result() -> None:
+def test_known_modes_choose_the_passes_but_do_not_change_the_result() -> None:
     for modes, passes in (
-        ([Mode.PLAIN, Mode.EXACT_DELTA] * 4, ALONE),
-        (list(MIXED), BESIDE),
-        ([Mode.ROW_CORRECTED] * 8, TRITON),
+        ([Mode.PLAIN, Mode.EXACT_DELTA] * 4, HOPPER_PASSES),
+        (list(MIXED), CORRECTED_PASSES),
+        ([Mode.ROW_CORRECTED] * 8, TRITON_PASSES),
     ):
         problem = with_modes(333, "top_left", 8, *modes)
-        unknown, triton = problem.as_served(), problem.by_triton()
+        unknown, triton = problem.dispatched(), problem.by_triton()
         assert problem.modes is not None
         note_modes(problem.modes, modes)
         assert problem.passes() == passes
-        if passes is TRITON:  # perhaps in other tiles
-            assert_as_exact(problem.as_served(), triton, problem)
+        if passes is TRITON_PASSES:  # tiles may differ
+            assert_as_accurate(problem.dispatched(), triton, problem)
         else:
-            assert_equal_but_for_the_order_of_sums(problem.as_served(), unknown)
+            assert_equal_up_to_summation_order(problem.dispatched(), unknown)
 
 
 @pytest.mark.parametrize("noted", [False, True])
-def test_a_captured_graph_computes_the_same_bits_and_obeys_a_mode_changed_between(noted: bool) -> None:
+def test_cuda_graph_matches_eager_and_applies_changed_modes(noted: bool) -> None:
     plain = [Mode.PLAIN] * 8
     problem = with_modes(640, "top_left", 8, *plain)
     modes, state = problem.modes, new_state(8, "cuda")
@@ -347,11 +346,11 @@ def test_a_captured_graph_computes_the_same_bits_and_obeys_a_mode_changed_betwee
     for given, wanted in zip((plain, list(MIXED), plain), (*eager, eager[0]), strict=True):
         modes.copy_(flags(*given))
         graph.replay()
-        assert_equal_but_for_the_order_of_sums(captured, wanted, CORRECTED if given != plain else None)
+        assert_equal_up_to_summation_order(captured, wanted, CORRECTED if given != plain else None)
     assert not torch.equal(eager[0].grad_key, eager[1].grad_key)
 
 
-def test_compiled_it_gives_the_same_bits_but_for_the_order_of_sums() -> None:
+def test_compiled_backward_matches_eager_up_to_summation_order() -> None:
     problem = with_modes(640, "top_left")
 
     def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -360,62 +359,62 @@ def test_compiled_it_gives_the_same_bits_but_for_the_order_of_sums() -> None:
         return out
 
     query, key, value = (x.clone().requires_grad_() for x in problem.inputs[:3])
-    state = new_state(8, "cuda")  # nothing is counted
+    state = new_state(8, "cuda")  # not used for counting
     compiled = torch.compile(model, fullgraph=True)(query, key, value)
     one, other = (
         Backward._make([*torch.autograd.grad(out, (query, key, value), problem.inputs.grad), state])
         for out in (compiled, model(query, key, value))
     )
-    assert_equal_but_for_the_order_of_sums(one, other, CORRECTED)
-    assert_equal_but_for_the_order_of_sums(one, problem.as_served()._replace(state=state), CORRECTED)
+    assert_equal_up_to_summation_order(one, other, CORRECTED)
+    assert_equal_up_to_summation_order(one, problem.dispatched()._replace(state=state), CORRECTED)
 
 
-def test_behind_hopper_s_own_forward_it_is_as_exact_as_behind_triton_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_after_the_hopper_forward_is_as_accurate_as_after_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
     behind_triton = with_modes(640, "top_left")
-    theirs = behind_triton.by_triton()
-    monkeypatch.setattr(hopper, "launched", LAUNCHED)
+    triton_result = behind_triton.by_triton()
+    monkeypatch.setattr(hopper, "launched", ORIGINAL_LAUNCHED)
     launch._CALLS.clear()
     problem = with_modes(640, "top_left")
-    assert_as_exact(problem.as_served(), theirs, problem)
+    assert_as_accurate(problem.dispatched(), triton_result, problem)
 
 
-def test_where_it_cannot_be_launched_triton_serves_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> object:
+def test_failed_launch_falls_back_to_triton_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_to_load() -> object:
         raise ImportError("no such Gluon")
 
     problem = with_modes(300, "top_left")
-    theirs = problem.by_triton()
-    monkeypatch.setattr(hopper.BACKWARD, "load", broken)
+    triton_result = problem.by_triton()
+    monkeypatch.setattr(hopper.BACKWARD, "load", fail_to_load)
     monkeypatch.setattr(hopper.BACKWARD, "failed", set())
     with pytest.warns(UserWarning, match="backward for Hopper.*no such Gluon"):
-        first = problem.as_served()
-    for given in (first, problem.as_served()):
-        assert all(torch.equal(a, b) for a, b in zip(given, theirs, strict=True))
+        first = problem.dispatched()
+    for given in (first, problem.dispatched()):
+        assert all(torch.equal(a, b) for a, b in zip(given, triton_result, strict=True))
 
 
-def test_a_launch_that_is_remembered_computes_what_a_new_one_does() -> None:
+def test_cached_launch_computes_the_same_as_a_new_one() -> None:
     turns = [with_modes(length, causal) for length in (640, 1000) for causal in ("none", "top_left")]
     turns += [Problem(turn.inputs, turn.spec) for turn in turns]
-    first = [turn.as_served() for turn in turns]
+    first = [turn.dispatched() for turn in turns]
     moved = [Problem(Inputs(*(x.clone() for x in turn.inputs)), turn.spec, turn.modes) for turn in turns]
-    again = [turn.as_served() for turn in moved]
+    again = [turn.dispatched() for turn in moved]
     launch._CALLS.clear()
-    anew = [turn.as_served() for turn in turns]
-    for one, other, third, turn in zip(first, again, anew, turns, strict=True):
+    uncached = [turn.dispatched() for turn in turns]
+    for one, other, third, turn in zip(first, again, uncached, turns, strict=True):
         for given in (other, third):
-            assert_equal_but_for_the_order_of_sums(one, given, None if turn.modes is None else CORRECTED)
+            assert_equal_up_to_summation_order(one, given, None if turn.modes is None else CORRECTED)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_it_takes_four_bytes_an_element_of_what_it_adds_to_more_than_triton_s(kv_heads: int) -> None:
+def test_hopper_needs_four_bytes_more_per_accumulated_element_than_triton(kv_heads: int) -> None:
     inputs = random_inputs(2048, 2048, 128, 4, kv_heads)
     problem = Problem(inputs, scaled(128, causal="top_left"))
 
     def peak(*, triton: bool) -> int:
-        for _ in range(3):  # compiled, then remembered
+        for _ in range(3):  # compiled, then cached
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            (problem.by_triton if triton else problem.as_served)()
+            (problem.by_triton if triton else problem.dispatched)()
         return torch.cuda.max_memory_allocated() - before
 
     added = inputs.query.numel() + (2 * inputs.key.numel() if kv_heads < 4 else 0)

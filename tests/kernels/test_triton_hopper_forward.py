@@ -1,4 +1,4 @@
-"""The forward for Hopper on such a GPU: who is served, that it is as exact as Triton's, and all that surrounds it."""
+"""The Hopper forward on such a GPU: which calls use it, its accuracy compared with Triton's, and its side effects."""
 
 import math
 from collections.abc import Iterator
@@ -42,8 +42,8 @@ SHIFTED = [mode & (Mode.PAPER_SOFTMAX) != 0 for mode in MIXED]
 
 
 @pytest.fixture(autouse=True)
-def not_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls remember who serves them: none outlives a test. Backwards are Triton's, of equal bits."""
+def defaults_and_empty_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Empties the cache of calls, which record their kernel. Backwards are Triton's, which are deterministic."""
     monkeypatch.delenv("FORESHOCK_KERNELS", raising=False)
     monkeypatch.setattr(hopper, "takes_backward", lambda *_: False)
     launch._CALLS.clear()
@@ -52,7 +52,7 @@ def not_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Forward(NamedTuple):
-    """What a forward stores."""
+    """The outputs of a forward."""
 
     out: Tensor
     residual: Tensor
@@ -77,12 +77,14 @@ def by_triton(inputs: Inputs, spec: AttentionSpec, modes: Tensor | None = None) 
     return outputs
 
 
-def as_served(inputs: Inputs, spec: AttentionSpec, modes: Tensor | None = None) -> Forward:
+def dispatched(inputs: Inputs, spec: AttentionSpec, modes: Tensor | None = None) -> Forward:
     query, key, value, _ = inputs
     return Forward(*forward.attention_forward(query, key, value, arguments(inputs, spec, modes)))
 
 
-def servers(inputs: Inputs, spec: AttentionSpec, packed: Tensor | None = None, modes: Tensor | None = None) -> set[str]:
+def launched_forwards(
+    inputs: Inputs, spec: AttentionSpec, packed: Tensor | None = None, modes: Tensor | None = None
+) -> set[str]:
     """The forwards that are launched for a call."""
     query, key, value, _ = inputs
     given = arguments(inputs, spec, modes)._replace(cu_seqlens_q=packed, cu_seqlens_k=packed)
@@ -94,27 +96,27 @@ def servers(inputs: Inputs, spec: AttentionSpec, packed: Tensor | None = None, m
 
 
 @pytest.mark.parametrize("causal", ["none", "top_left"])
-def test_the_calls_that_it_is_written_for_are_served(causal: str) -> None:
+def test_supported_calls_use_the_hopper_forward(causal: str) -> None:
     spec = scaled(128, causal=causal)
     for inputs in (
         random_inputs(300, 300, 128),
         random_inputs(300, 300, 128, 8, 2, 2, torch.float16),
         Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in random_inputs(300, 300, 128))),
     ):
-        assert servers(inputs, spec) == {"hopper forward"}
-    assert servers(random_inputs(300, 200, 128), scaled(128)) == {"hopper forward"}
+        assert launched_forwards(inputs, spec) == {"hopper forward"}
+    assert launched_forwards(random_inputs(300, 200, 128), scaled(128)) == {"hopper forward"}
 
 
-def test_all_others_are_left_to_triton() -> None:
+def test_unsupported_calls_use_triton() -> None:
     inputs = random_inputs(256, 256, 128)
     moved = [torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x).copy_(x) for x in inputs]
     lengths = torch.tensor([0, 100, 256], dtype=torch.int32, device="cuda")
-    assert servers(inputs, scaled(128, window_left=64)) == {"forward"}
-    assert servers(inputs, scaled(128, softcap=20.0)) == {"forward"}
-    assert servers(Inputs(*moved), scaled(128)) == {"forward"}
-    assert servers(inputs, scaled(128), packed=lengths) == {"forward"}
-    assert servers(random_inputs(256, 256, 64), scaled(64)) == {"forward"}
-    assert servers(random_inputs(256, 300, 128), scaled(128, causal="bottom_right")) == {"forward"}
+    assert launched_forwards(inputs, scaled(128, window_left=64)) == {"forward"}
+    assert launched_forwards(inputs, scaled(128, softcap=20.0)) == {"forward"}
+    assert launched_forwards(Inputs(*moved), scaled(128)) == {"forward"}
+    assert launched_forwards(inputs, scaled(128), packed=lengths) == {"forward"}
+    assert launched_forwards(random_inputs(256, 256, 64), scaled(64)) == {"forward"}
+    assert launched_forwards(random_inputs(256, 300, 128), scaled(128, causal="bottom_right")) == {"forward"}
 
 
 def truth(inputs: Inputs, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -130,32 +132,32 @@ def truth(inputs: Inputs, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def errors(given: Forward, exact: tuple[Tensor, ...], head: int) -> dict[str, float]:
-    """Of one head: O's relative to its norm, with and without the residual; else the largest."""
+    """Errors of one head: of O relative to its norm, with and without the residual; otherwise the largest error."""
     out, lse, row_max, second = (x[:, head] for x in exact)
     finite, several = lse.isfinite(), second.isfinite()
     high, low = given.out[:, head].double(), given.residual[:, head].double()
-    whole = high + low / residual_scale(given.out.dtype)
+    restored = high + low / residual_scale(given.out.dtype)
     assert torch.equal(given.lse[:, head].isfinite(), finite)
     assert torch.equal(given.second[:, head] == -math.inf, ~several)
     return {
         "out": float((high - out).norm() / out.norm()),
-        "out and residual": float((whole - out).norm() / out.norm()),
+        "out and residual": float((restored - out).norm() / out.norm()),
         "lse": largest_error(given.lse[:, head][finite], lse[finite]),
         "row_max": largest_error(given.row_max[:, head][finite], row_max[finite]),
         "second": largest_error(given.second[:, head][several], second[several]) if several.any() else 0.0,
     }
 
 
-def assert_as_exact(ours: Forward, theirs: Forward, inputs: Inputs, spec: AttentionSpec) -> None:
+def assert_as_accurate(result: Forward, triton_result: Forward, inputs: Inputs, spec: AttentionSpec) -> None:
     exact = truth(inputs, spec)
-    assert torch.equal(ours.row_max, theirs.row_max)
-    assert torch.equal(ours.second, theirs.second)
+    assert torch.equal(result.row_max, triton_result.row_max)
+    assert torch.equal(result.second, triton_result.second)
     for head in range(inputs.query.shape[1]):
         for (name, error), allowed in zip(
-            errors(ours, exact, head).items(), errors(theirs, exact, head).values(), strict=True
+            errors(result, exact, head).items(), errors(triton_result, exact, head).values(), strict=True
         ):
             assert error <= 1.1 * allowed + 2e-6, (
-                f"{name} of head {head} errs by {error:.2e}, Triton's by {allowed:.2e}"
+                f"the error of {name} of head {head} is {error:.2e}, Triton's is {allowed:.2e}"
             )
 
 
@@ -171,34 +173,34 @@ CASES = [
 
 
 @pytest.mark.parametrize(("dtype", "length_q", "length_k", "causal", "heads", "kv_heads"), CASES)
-def test_every_length_is_as_exact_as_by_triton_and_gives_equal_bits(
+def test_every_length_is_as_accurate_as_triton_and_bitwise_reproducible(
     dtype: torch.dtype, length_q: int, length_k: int, causal: str, heads: int, kv_heads: int
 ) -> None:
     inputs, spec = random_inputs(length_q, length_k, 128, heads, kv_heads, 3, dtype), scaled(128, causal=causal)
-    assert servers(inputs, spec) == {"hopper forward"}
-    ours = as_served(inputs, spec)
-    assert_as_exact(ours, by_triton(inputs, spec), inputs, spec)
+    assert launched_forwards(inputs, spec) == {"hopper forward"}
+    result = dispatched(inputs, spec)
+    assert_as_accurate(result, by_triton(inputs, spec), inputs, spec)
     for _ in range(5):
-        assert all(torch.equal(a, b) for a, b in zip(ours, as_served(inputs, spec), strict=True))
-    apart = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
-    assert all(torch.equal(a, b) for a, b in zip(ours, as_served(apart, spec), strict=True))
-    alone = as_served(inputs, scaled(128, causal=causal, residual=False))
-    assert alone.residual.numel() == 0
-    assert all(torch.equal(ours[i], alone[i]) for i in (0, 2, 3))
+        assert all(torch.equal(a, b) for a, b in zip(result, dispatched(inputs, spec), strict=True))
+    other_layout = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
+    assert all(torch.equal(a, b) for a, b in zip(result, dispatched(other_layout, spec), strict=True))
+    no_residual = dispatched(inputs, scaled(128, causal=causal, residual=False))
+    assert no_residual.residual.numel() == 0
+    assert all(torch.equal(result[i], no_residual[i]) for i in (0, 2, 3))
 
 
 @pytest.mark.parametrize("causal", ["none", "top_left"])
-def test_a_key_that_no_query_weighs_and_nothing_round_the_outputs_are_harmed(causal: str) -> None:
+def test_key_of_minus_infinity_is_ignored_and_memory_around_outputs_is_not_written(causal: str) -> None:
     inputs, spec = random_inputs(400, 400, 128), scaled(128, causal=causal, scale=0.3)
     inputs.query.abs_()
     inputs.key[:, :, 0] = -math.inf
-    assert_as_exact(as_served(inputs, spec), by_triton(inputs, spec), inputs, spec)
+    assert_as_accurate(dispatched(inputs, spec), by_triton(inputs, spec), inputs, spec)
     wide = [torch.full((1, 2, 464, 128), 7.0, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     long = [torch.full((2 * 400 + 128,), 7.0, device="cuda") for _ in range(3)]
     out, residual = (x[:, :, :400] for x in wide)
     rows = [x[:800].view(1, 2, 400) for x in long]
     query, key, value, _ = inputs
-    launch._CALLS.clear()  # calls are remembered without the strides of their outputs, which are always the query's
+    launch._CALLS.clear()  # the cache ignores the strides of outputs, which are usually those of the query
     call = call_of(query, key, value, arguments(inputs, spec))
     assert hopper.launched(call, inputs[:3], (out, residual, rows[0], rows[1], rows[2]), None)
     launch._CALLS.clear()
@@ -208,10 +210,10 @@ def test_a_key_that_no_query_weighs_and_nothing_round_the_outputs_are_harmed(cau
 
 @pytest.mark.parametrize("causal", ["none", "top_left"])
 @pytest.mark.parametrize("length", [1, 2, 64, 127, 129, 1000])
-def test_of_equal_keys_the_second_score_is_the_largest_to_the_bit(length: int, causal: str) -> None:
+def test_second_largest_score_equals_the_largest_if_all_keys_are_equal(length: int, causal: str) -> None:
     inputs, several = random_inputs(length, length, 128), torch.arange(length) > 0
     inputs.key[:] = inputs.key[:, :, :1].clone()
-    given = as_served(inputs, scaled(128, causal=causal))
+    given = dispatched(inputs, scaled(128, causal=causal))
     if causal == "none":
         several[:] = length > 1
     assert torch.equal(given.second[:, :, several], given.row_max[:, :, several])
@@ -221,23 +223,21 @@ def test_of_equal_keys_the_second_score_is_the_largest_to_the_bit(length: int, c
 
 @pytest.mark.parametrize("causal", ["none", "top_left"])
 @pytest.mark.parametrize("places", [(0, 1), (0, 2), (1, 8), (63, 64), (5, 133), (256, 383), (640, 999)])
-def test_a_row_is_tied_where_it_sees_the_largest_key_twice_and_nowhere_else(
-    places: tuple[int, int], causal: str
-) -> None:
+def test_only_rows_that_see_the_largest_key_twice_are_tied(places: tuple[int, int], causal: str) -> None:
     (first, again), inputs, rows = places, random_inputs(1000, 1000, 128), torch.arange(1000)
     inputs.query.abs_()
     inputs.key[:, :, [first, again]] = 4.0
-    given = as_served(inputs, scaled(128, causal=causal))
+    given = dispatched(inputs, scaled(128, causal=causal))
     equal = given.second == given.row_max
     assert equal[:, :, (rows >= again) | (causal == "none")].all()
     if causal != "none":
         assert not equal[:, :, (rows >= first) & (rows < again)].any()
 
 
-def tied(
+def tied_inputs(
     length: int, causal: str, dtype: torch.dtype = torch.bfloat16, kv_heads: int = 8
 ) -> tuple[Inputs, AttentionSpec]:
-    """Inputs of eight heads in which many rows have several largest scores, near each other and tiles apart."""
+    """Inputs of eight heads in which many rows have several largest scores, in one tile or in different tiles."""
     inputs = random_inputs(length, length, 128, 8, kv_heads, 2, dtype)
     inputs.key[:, :, length // 2 : length // 2 * 2] = inputs.key[:, :, : length // 2]
     inputs.key[:, :, 1:40:2] = inputs.key[:, :, :40:2]
@@ -246,36 +246,40 @@ def tied(
 
 @pytest.mark.parametrize("causal", ["none", "top_left"])
 @pytest.mark.parametrize(("length", "dtype", "kv_heads"), [(640, torch.bfloat16, 8), (1000, torch.float16, 2)])
-def test_heads_of_every_mode_beside_each_other_are_as_exact_as_by_triton(
+def test_heads_of_mixed_modes_are_as_accurate_as_triton(
     length: int, dtype: torch.dtype, kv_heads: int, causal: str
 ) -> None:
-    (inputs, spec), modes = tied(length, causal, dtype, kv_heads), flags(*MIXED)
-    assert servers(inputs, spec, modes=modes) == {"hopper forward", "forward of shifted heads"}
-    plain, ours, theirs = as_served(inputs, spec), as_served(inputs, spec, modes), by_triton(inputs, spec, modes)
-    assert_as_exact(ours, theirs, inputs, spec)
+    (inputs, spec), modes = tied_inputs(length, causal, dtype, kv_heads), flags(*MIXED)
+    assert launched_forwards(inputs, spec, modes=modes) == {"hopper forward", "forward of shifted heads"}
+    plain, result, triton_result = (
+        dispatched(inputs, spec),
+        dispatched(inputs, spec, modes),
+        by_triton(inputs, spec, modes),
+    )
+    assert_as_accurate(result, triton_result, inputs, spec)
     for head, shifted in enumerate(SHIFTED):
-        assert torch.equal(plain.out[:, head], ours.out[:, head]) != shifted
-    zeros = as_served(inputs, spec, torch.zeros_like(modes))
+        assert torch.equal(plain.out[:, head], result.out[:, head]) != shifted
+    zeros = dispatched(inputs, spec, torch.zeros_like(modes))
     assert all(torch.equal(a, b) for a, b in zip(plain, zeros, strict=True))
     for _ in range(10):
-        again = as_served(inputs, spec, modes)
-        assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+        again = dispatched(inputs, spec, modes)
+        assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
 
 
-def test_a_long_call_whose_heads_all_shift_ends_and_is_right() -> None:
-    (inputs, spec), modes = tied(2048, "top_left"), flags(*[Mode.PAPER_SOFTMAX] * 8)
-    ours = [as_served(inputs, spec, modes) for _ in range(5)]
-    assert_as_exact(ours[0], by_triton(inputs, spec, modes), inputs, spec)
-    assert all(torch.equal(a, b) for other in ours[1:] for a, b in zip(ours[0], other, strict=True))
+def test_long_call_with_only_shifted_heads_terminates_and_is_correct() -> None:
+    (inputs, spec), modes = tied_inputs(2048, "top_left"), flags(*[Mode.PAPER_SOFTMAX] * 8)
+    result = [dispatched(inputs, spec, modes) for _ in range(5)]
+    assert_as_accurate(result[0], by_triton(inputs, spec, modes), inputs, spec)
+    assert all(torch.equal(a, b) for other in result[1:] for a, b in zip(result[0], other, strict=True))
 
 
-def test_its_backward_counts_what_triton_s_does_and_gives_the_same_gradients() -> None:
-    (inputs, spec), modes = tied(640, "top_left"), flags(*MIXED)
-    ours = attend(inputs, spec, modes)
+def test_backward_has_the_same_statistics_and_gradients_as_after_tritons_forward() -> None:
+    (inputs, spec), modes = tied_inputs(640, "top_left"), flags(*MIXED)
+    result = attend(inputs, spec, modes)
     state = new_state(8, "cuda")
     saved = Saved(*inputs[:3], *by_triton(inputs, spec, modes))
     grads = backward.attention_backward(inputs.grad, saved, state, arguments(inputs, spec, modes))
-    theirs = Outputs(*saved[3:], *grads, state)
+    triton_result = Outputs(*saved[3:], *grads, state)
     for slot in (
         Slot.ROWS,
         Slot.EMPTY_ROWS,
@@ -284,17 +288,17 @@ def test_its_backward_counts_what_triton_s_does_and_gives_the_same_gradients() -
         Slot.TIED_ROWS_ONE,
         Slot.SHIFTED_ROWS,
     ):
-        assert ours.counts(slot) == theirs.counts(slot), slot
-    assert min(ours.counts(Slot.TIED_ROWS_BF16)) > 0
-    shifted = ours.counts(Slot.SHIFTED_ROWS)
+        assert result.counts(slot) == triton_result.counts(slot), slot
+    assert min(result.counts(Slot.TIED_ROWS_BF16)) > 0
+    shifted = result.counts(Slot.SHIFTED_ROWS)
     assert [count > 0 for count in shifted] == SHIFTED
     for name in ("grad_query", "grad_key", "grad_value"):
-        given, wanted = getattr(ours, name).double(), getattr(theirs, name).double()
+        given, wanted = getattr(result, name).double(), getattr(triton_result, name).double()
         assert (given - wanted).norm() <= 1e-2 * wanted.norm(), name
 
 
-def test_a_captured_graph_computes_the_same_bits_and_obeys_a_mode_changed_between() -> None:
-    (inputs, spec), modes = tied(640, "top_left"), flags(*[Mode.PLAIN] * 8)
+def test_cuda_graph_matches_eager_and_applies_changed_modes() -> None:
+    (inputs, spec), modes = tied_inputs(640, "top_left"), flags(*[Mode.PLAIN] * 8)
     query, key, value = (x.clone().requires_grad_() for x in inputs[:3])
     state = new_state(8, "cuda")
 
@@ -320,11 +324,11 @@ def test_a_captured_graph_computes_the_same_bits_and_obeys_a_mode_changed_betwee
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(captured, wanted, strict=True))
     assert not torch.equal(eager[0][0], eager[1][0])
-    assert torch.equal(eager[0][0], as_served(inputs, spec).out)
+    assert torch.equal(eager[0][0], dispatched(inputs, spec).out)
 
 
-def test_compiled_and_without_gradients_it_gives_the_same_bits() -> None:
-    inputs, spec = tied(640, "top_left")
+def test_forward_is_bitwise_equal_when_compiled_or_without_gradients() -> None:
+    inputs, spec = tied_inputs(640, "top_left")
     modes = flags(*MIXED)
 
     def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -332,7 +336,7 @@ def test_compiled_and_without_gradients_it_gives_the_same_bits() -> None:
         assert isinstance(out, Tensor)
         return out
 
-    wanted = as_served(inputs, spec, modes).out
+    wanted = dispatched(inputs, spec, modes).out
     query, key, value = (x.clone().requires_grad_() for x in inputs[:3])
     compiled = torch.compile(model, fullgraph=True)(query, key, value)
     assert torch.equal(compiled, wanted)
@@ -344,49 +348,51 @@ def test_compiled_and_without_gradients_it_gives_the_same_bits() -> None:
         assert torch.equal(model(*inputs[:3]), wanted)
 
 
-def test_gradients_are_as_near_to_float64_as_with_triton_s_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_as_accurate_as_with_tritons_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, spec = random_inputs(500, 500, 128, 4, 2, 2), scaled(128, causal="top_left")
     query, key, value = (x.double().requires_grad_() for x in inputs[:3])
     scores = spec.scale * (query @ key.repeat_interleave(2, 1).transpose(-1, -2))
     weights = scores.masked_fill(hidden(spec, 500, 500), -math.inf).softmax(-1)
     out = weights @ value.repeat_interleave(2, 1)
     exact = torch.autograd.grad(out, (query, key, value), inputs.grad.double())
-    ours = attend(inputs, spec)
+    result = attend(inputs, spec)
     monkeypatch.setattr(hopper, "launched", lambda *_: False)
-    theirs = attend(inputs, spec)
-    for name, right in zip(("grad_query", "grad_key", "grad_value"), exact, strict=True):
-        error, allowed = ((getattr(x, name).double() - right).norm() / right.norm() for x in (ours, theirs))
+    triton_result = attend(inputs, spec)
+    for name, true_gradient in zip(("grad_query", "grad_key", "grad_value"), exact, strict=True):
+        error, allowed = (
+            (getattr(x, name).double() - true_gradient).norm() / true_gradient.norm() for x in (result, triton_result)
+        )
         assert error <= 1.05 * allowed, name
 
 
-def test_where_it_cannot_be_launched_triton_serves_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> object:
+def test_failed_launch_falls_back_to_triton_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_to_load() -> object:
         raise ImportError("no such Gluon")
 
     inputs, spec = random_inputs(300, 300, 128), scaled(128)
-    monkeypatch.setattr(hopper.FORWARD, "load", broken)
+    monkeypatch.setattr(hopper.FORWARD, "load", fail_to_load)
     monkeypatch.setattr(hopper.FORWARD, "failed", set())
     with pytest.warns(UserWarning, match="no such Gluon"):
-        first = as_served(inputs, spec)
+        first = dispatched(inputs, spec)
     assert all(
         torch.equal(a, b)
-        for x in (first, as_served(inputs, spec))
+        for x in (first, dispatched(inputs, spec))
         for a, b in zip(x, by_triton(inputs, spec), strict=True)
     )
 
 
-def test_a_launch_that_is_remembered_computes_what_a_new_one_does() -> None:
+def test_cached_launch_computes_the_same_as_a_new_one() -> None:
     modes = flags(*MIXED)
     turns = [
-        (*tied(length, causal), given)
+        (*tied_inputs(length, causal), given)
         for length in (640, 1000)
         for causal in ("none", "top_left")
         for given in (None, modes)
     ]
-    first = [as_served(*turn) for turn in turns]
+    first = [dispatched(*turn) for turn in turns]
     moved = [(Inputs(*(x.clone() for x in inputs)), spec, given) for inputs, spec, given in turns]
-    again = [as_served(*turn) for turn in moved]
+    again = [dispatched(*turn) for turn in moved]
     launch._CALLS.clear()
-    anew = [as_served(*turn) for turn in turns]
-    for one, other, third in zip(first, again, anew, strict=True):
+    uncached = [dispatched(*turn) for turn in turns]
+    for one, other, third in zip(first, again, uncached, strict=True):
         assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(one, other, third, strict=True))

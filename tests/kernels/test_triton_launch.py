@@ -1,4 +1,4 @@
-"""The arguments of every kernel launch, refused calls, and the limits of supported ones."""
+"""Arguments of kernel launches, rejected calls, and the limits of supported calls."""
 
 import math
 from typing import Any
@@ -29,10 +29,10 @@ from foreshock.kernels.flash_attention.triton_kernels import forward
 from foreshock.kernels.flash_attention.triton_kernels.forward import launch_forward
 from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
 
-pytestmark = [*INTERPRETED, pytest.mark.usefixtures("kernels_serve_the_operators")]
+pytestmark = [*INTERPRETED, pytest.mark.usefixtures("operators_use_kernels")]
 
 
-def test_more_planes_than_a_launch_takes_are_refused_with_a_sentence() -> None:
+def test_too_many_sequences_times_heads_are_rejected() -> None:
     many = torch.empty(8192, 8, 1, 16, dtype=torch.bfloat16, device=DEVICE)
     given = Arguments(None, None, None, 1, 1, None, scaled(16))
     with pytest.raises(ValueError, match=r"8192 sequences of 8 heads are 65536 planes; .* split the batch"):
@@ -40,35 +40,35 @@ def test_more_planes_than_a_launch_takes_are_refused_with_a_sentence() -> None:
     assert call_of(many[1:], many[1:], many[1:], given).sequences == 8191
 
 
-FAR = 2**31 - 1
+UNLIMITED = 2**31 - 1
 
 
 @BY_BOTH
 @pytest.mark.parametrize(
-    ("window", "same_as"),
+    ("window", "equivalent"),
     [
-        ((-1, FAR), (-1, -1)),
-        ((FAR, -1), (-1, -1)),
-        ((9, FAR), (9, -1)),
-        ((FAR - 39, 4), (-1, 4)),
+        ((-1, UNLIMITED), (-1, -1)),
+        ((UNLIMITED, -1), (-1, -1)),
+        ((9, UNLIMITED), (9, -1)),
+        ((UNLIMITED - 39, 4), (-1, 4)),
         ((2**40, 2**40), (-1, -1)),
     ],
 )
 @pytest.mark.parametrize("lengths", [(41, 23)])
-def test_a_window_wider_than_any_tensor_is_unlimited(
-    attention: object, window: tuple[int, int], same_as: tuple[int, int], lengths: tuple[int, int]
+def test_window_wider_than_any_tensor_is_unlimited(
+    attention: object, window: tuple[int, int], equivalent: tuple[int, int], lengths: tuple[int, int]
 ) -> None:
     inputs = random_inputs(*lengths, 32, seed=23)
     given, want = (
-        attention(inputs, scaled(32, window_left=left, window_right=right))  # type: ignore[operator]
-        for left, right in (window, same_as)
+        attention(inputs, scaled(32, window_left=left, window_right=correct))  # type: ignore[operator]
+        for left, correct in (window, equivalent)
     )
     for name, one, other in zip(given._fields, given, want, strict=True):
         assert torch.equal(one, other), name
 
 
-def through_the_operators(inputs: Inputs, modes: Tensor | None, lengths: Tensor | None) -> list[Tensor]:
-    """out, gradients and state by the operators, which people's tensors reach as they are."""
+def run_operators(inputs: Inputs, modes: Tensor | None, lengths: Tensor | None) -> list[Tensor]:
+    """Outputs, gradients and state from the operators, which receive a user's tensors with any strides."""
     query, key, value, grad = inputs
     spec = scaled(query.shape[3], causal="top_left")
     longest = (query.shape[2], key.shape[2])
@@ -79,37 +79,37 @@ def through_the_operators(inputs: Inputs, modes: Tensor | None, lengths: Tensor 
     return [out, *saved, *grads, state]
 
 
-@pytest.mark.parametrize("numerics_on", ["kernels", "reference"])
-def test_flags_and_lengths_may_be_a_column_of_a_table_or_one_number_expanded(
-    numerics_on: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("implementation", ["kernels", "reference"])
+def test_modes_and_lengths_may_be_strided_or_expanded_tensors(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if numerics_on == "reference":
+    if implementation == "reference":
         monkeypatch.setattr(op, "_kernels", lambda query, spec: None)
     inputs = random_inputs(37, 37, 32, heads=4, kv_heads=2, seed=24)
     table = torch.tensor([[2, 9], [0, 9], [1, 9], [4, 9]], dtype=torch.int32, device=DEVICE)
     one = torch.tensor([2, 0, 0, 0, 0], dtype=torch.int32, device=DEVICE)[:1].expand(4)
     starts = torch.tensor([[0, 7], [15, 7], [15, 7], [37, 7]], dtype=torch.int32, device=DEVICE)
     for modes, lengths in ((one, None), (table[:, 0], starts[:, 0])):
-        given = through_the_operators(inputs, modes, lengths)
+        given = run_operators(inputs, modes, lengths)
         packed = [None if x is None else x.contiguous() for x in (modes, lengths)]
-        for one_of, other in zip(given, through_the_operators(inputs, *packed), strict=True):
-            assert torch.equal(one_of, other)
+        for value, other in zip(given, run_operators(inputs, *packed), strict=True):
+            assert torch.equal(value, other)
 
 
-def test_a_flag_that_is_written_while_a_launch_waits_leaves_nothing_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mode_written_before_a_queued_launch_leaves_no_output_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, spec = random_inputs(37, 37, 32, heads=4, kv_heads=2, seed=26), scaled(32, causal="top_left")
     modes, empty = flags(*[Mode.PLAIN] * 4), torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *given, **options: empty(*given, **options).fill_(7.0))
     note_modes(modes, [Mode.PLAIN] * 4)
     given = Arguments(modes, None, None, 37, 37, None, spec)
     before = forward.attention_forward(*inputs[:3], given)
-    modes.data[1] = int(Mode.PAPER_SOFTMAX)  # .data: as unseen as what another stream writes
+    modes.data[1] = int(Mode.PAPER_SOFTMAX)  # .data hides the write, like one on another stream
     for one, other in zip(before, forward.attention_forward(*inputs[:3], given), strict=True):
         assert torch.equal(one, other)
 
 
-def test_a_flag_that_is_written_between_two_launches_leaves_nothing_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a signal handler that ends a step within a forward."""
+def test_mode_written_between_two_launches_leaves_no_output_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, by a signal handler that ends a step during a forward."""
     inputs, spec = random_inputs(37, 37, 32, heads=4, kv_heads=2, seed=26), scaled(32, causal="top_left")
     modes, empty = flags(Mode.PLAIN, Mode.PAPER_SOFTMAX, Mode.PLAIN, Mode.PAPER_SOFTMAX), torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *given, **options: empty(*given, **options).fill_(7.0))
@@ -126,7 +126,7 @@ def test_a_flag_that_is_written_between_two_launches_leaves_nothing_unwritten(mo
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-def test_a_launch_for_heads_that_shift_their_rows_or_for_the_others_writes_nothing_of_the_rest(shifted: bool) -> None:
+def test_launch_for_shifted_or_for_other_heads_writes_only_those_heads(shifted: bool) -> None:
     inputs, spec = random_inputs(37, 37, 32, heads=4, kv_heads=2, seed=25), scaled(32, causal="top_left")
     query, key, value, _ = inputs
     modes = flags(Mode.PLAIN, Mode.PAPER_SOFTMAX, Mode.ROW_CORRECTED, Mode.PAPER_SOFTMAX)
@@ -143,7 +143,7 @@ def test_a_launch_for_heads_that_shift_their_rows_or_for_the_others_writes_nothi
 
 @BY_BOTH
 @pytest.mark.parametrize("softcap", [2e5, 5e7])
-def test_a_softcap_far_above_every_score_is_none(attention: object, softcap: float) -> None:
+def test_softcap_far_above_every_score_has_no_effect(attention: object, softcap: float) -> None:
     inputs = random_inputs(45, 39, 32, seed=21)
     capped, plain = (attention(inputs, scaled(32, softcap=cap)) for cap in (softcap, 0.0))  # type: ignore[operator]
     exact = truth(inputs, scaled(32))
@@ -154,31 +154,31 @@ def test_a_softcap_far_above_every_score_is_none(attention: object, softcap: flo
 
 @BY_BOTH
 @pytest.mark.parametrize("softcap", [0.02, 3.0])
-def test_a_softcap_is_as_exact_near_its_knee_as_without_one(attention: object, softcap: float) -> None:
+def test_softcap_is_accurate_for_scores_near_the_cap(attention: object, softcap: float) -> None:
     inputs = random_inputs(45, 39, 32, seed=22)
     spec = scaled(32, softcap=softcap)
     given, exact = attention(inputs, spec), truth(inputs, spec)  # type: ignore[operator]
     assert largest_error(given.lse, exact.lse) < 2e-6 * (1 + softcap)
 
 
-def test_rows_past_a_length_told_too_small_are_nan_and_all_others_right() -> None:
+def test_rows_beyond_a_too_small_max_seqlen_are_nan_and_all_others_correct() -> None:
     inputs = random_inputs(40, 40, 32, seed=27)
     starts = torch.tensor([0, 11, 36], dtype=torch.int32, device=DEVICE)  # and four rows of no sequence
     spec = scaled(32, causal="top_left")
     options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
-    right = attend(inputs, spec, longest=(25, 25), **options)  # type: ignore[arg-type]
+    correct = attend(inputs, spec, longest=(25, 25), **options)  # type: ignore[arg-type]
     short = attend(inputs, spec, longest=(20, 20), **options)  # type: ignore[arg-type]
     for name in ("out", "lse", "grad_query", "grad_key", "grad_value"):
-        given, wanted = getattr(short, name), getattr(right, name)
+        given, wanted = getattr(short, name), getattr(correct, name)
         assert given[:, :, 31:36].isnan().all(), name
         assert torch.equal(given[:, :, 36:], wanted[:, :, 36:]), name
-        whole = 31 if name in ("out", "lse", "grad_query") else 11  # a key is seen by queries that were lost
+        whole = 31 if name in ("out", "lse", "grad_query") else 11  # key gradients depend on the lost queries
         assert torch.equal(given[:, :, :whole], wanted[:, :, :whole]), name
 
 
 @pytest.mark.promise("K9")
 @pytest.mark.parametrize(("packed", "dtype"), [(False, torch.float16), (True, torch.bfloat16)])
-def test_what_memory_held_before_reaches_no_result(
+def test_results_do_not_depend_on_uninitialised_memory(
     packed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = random_inputs(23, 23, 24, heads=6, kv_heads=2, dtype=dtype, seed=28)
@@ -188,16 +188,16 @@ def test_what_memory_held_before_reaches_no_result(
     options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "longest": (15, 15)} if packed else {}
     results = []
     for float_word, word in ((0.0, 0), (math.nan, 77)):
-        for home, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
-            plain = getattr(home, name)
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+            plain = getattr(owner, name)
 
-            def filled(
+            def filled_with_words(
                 *given: object, _plain: object = plain, _words: tuple[float, int] = (float_word, word), **named: object
             ) -> Tensor:
                 made: Tensor = _plain(*given, **named)  # type: ignore[operator]
                 return made.fill_(_words[0] if made.is_floating_point() else _words[1])
 
-            monkeypatch.setattr(home, name, filled)
+            monkeypatch.setattr(owner, name, filled_with_words)
         results.append(attend(inputs, spec, modes=modes, **options))  # type: ignore[arg-type]
         monkeypatch.undo()
     for name, one, other in zip(results[0]._fields, *results, strict=True):

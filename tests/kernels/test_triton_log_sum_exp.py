@@ -1,4 +1,4 @@
-"""The gradient of the log-sum-exp in the Triton kernels: against float64, in every mode, packed and with empty rows."""
+"""Log-sum-exp gradients in the Triton kernels, against float64: in every mode, packed and with empty rows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,7 +47,7 @@ if CUDA:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Equal bits are asked of PyTorch. It refuses cuBLAS's products meanwhile, which the kernels do not need."""
+    """Enables PyTorch's deterministic mode. PyTorch then rejects cuBLAS products, which the kernels do not need."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -56,49 +56,51 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def shared(inputs: Inputs) -> Inputs:
-    """The same with keys that share a direction, which corrected rows do not see."""
+def with_shared_key_direction(inputs: Inputs) -> Inputs:
+    """The same with keys that share a direction, which row correction removes."""
     return inputs._replace(key=inputs.key + 3 * inputs.key[:, :, :1])
 
 
 @pytest.mark.parametrize(("mode", "length_q", "length_k", "dim", "heads", "kv_heads", "options"), CASES)
-def test_the_kernels_gradients_through_the_log_sum_exp_are_as_exact_as_without_it(
+def test_gradients_with_a_log_sum_exp_gradient_are_as_accurate_as_without(
     mode: str, length_q: int, length_k: int, dim: int, heads: int, kv_heads: int, options: dict[str, object]
 ) -> None:
-    inputs = shared(random_inputs(length_q, length_k, dim, heads, kv_heads, seed=21))
+    inputs = with_shared_key_direction(random_inputs(length_q, length_k, dim, heads, kv_heads, seed=21))
     spec = scaled(dim, **options)
     flags = [int(parse_mode(mode)) if head % 2 == 0 else 0 for head in range(heads)]
     modes = torch.tensor(flags, dtype=torch.int32, device=DEVICE)
     generator = torch.Generator().manual_seed(4)
     grad_lse = torch.randn(inputs.query.shape[:3], generator=generator).to(DEVICE)
-    ours = first = again = attend(inputs, spec, modes, grad_lse=grad_lse)
+    result = first = again = attend(inputs, spec, modes, grad_lse=grad_lse)
     if CUDA:
-        with deterministic():  # without which dQ is added in any order on Hopper at head dim 128
-            first, again = (attend(inputs, spec, modes, grad_lse=grad_lse) for _ in range(2))  # new, then remembered
+        with deterministic():  # otherwise, Hopper sums dQ in any order at head dim 128
+            first, again = (attend(inputs, spec, modes, grad_lse=grad_lse) for _ in range(2))  # new, then cached
     without = attend(inputs, spec, modes)
     exact = truth(inputs, spec, grad_lse=grad_lse.double())
     exact_without = truth(inputs, spec)
     for name in ("grad_query", "grad_key", "grad_value"):
-        mine, true = getattr(ours, name), getattr(exact, name)
+        got, exact_gradient = getattr(result, name), getattr(exact, name)
         assert torch.equal(getattr(first, name), getattr(again, name))
-        # bf16 of one more term of the same size: the error without it, and half a step of the result.
-        allowed = 2 * largest_error(getattr(without, name), getattr(exact_without, name)) + 2**-8 * true.abs().max()
-        assert largest_error(mine, true) <= allowed, name
-    # Of dQ alone the log-sum-exp's own share is large: without it these would be another gradient.
+        # One more bf16 term of the same size: the error without it, and half a rounding step of the result.
+        allowed = (
+            2 * largest_error(getattr(without, name), getattr(exact_without, name)) + 2**-8 * exact_gradient.abs().max()
+        )
+        assert largest_error(got, exact_gradient) <= allowed, name
+    # Only in dQ is the part of the log-sum-exp large: without it, the gradient would clearly differ.
     assert (exact.grad_query - exact_without.grad_query).norm() > 0.1 * exact.grad_query.norm()
-    assert torch.equal(ours.state, without.state)
+    assert torch.equal(result.state, without.state)
 
 
-def test_a_zero_gradient_of_the_log_sum_exp_changes_no_bit_and_one_where_no_key_is_seen_nothing() -> None:
+def test_zero_log_sum_exp_gradient_and_that_of_empty_rows_have_no_effect() -> None:
     inputs, spec = random_inputs(61, 40, 32, 2, 1, seed=3), scaled(32, causal="bottom_right")
     grad_lse = torch.zeros(inputs.query.shape[:3], device=DEVICE)
     grad_lse[:, :, :21] = float("nan")  # 61 - 40 rows see no key
-    ours, without = attend(inputs, spec, grad_lse=grad_lse), attend(inputs, spec)
-    for mine, other in zip(ours, without, strict=True):
-        assert torch.equal(mine, other)
+    result, without = attend(inputs, spec, grad_lse=grad_lse), attend(inputs, spec)
+    for got, other in zip(result, without, strict=True):
+        assert torch.equal(got, other)
 
 
-def test_packed_sequences_take_each_row_its_own_gradient_of_the_log_sum_exp() -> None:
+def test_packed_sequences_use_the_log_sum_exp_gradient_of_each_row() -> None:
     lengths = [17, 1, 30, 9]
     total = sum(lengths)
     inputs = random_inputs(total, total, 32, 2, 2, seed=9)
@@ -106,8 +108,8 @@ def test_packed_sequences_take_each_row_its_own_gradient_of_the_log_sum_exp() ->
     spec: AttentionSpec = scaled(32, causal="top_left")
     grad_lse = torch.randn(inputs.query.shape[:3], generator=torch.Generator().manual_seed(6)).to(DEVICE)
     packed = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "longest": (max(lengths), max(lengths))}
-    ours = attend(inputs, spec, grad_lse=grad_lse, **packed)  # type: ignore[arg-type]
-    theirs = attend_by_reference(inputs, spec, grad_lse=grad_lse, **packed)
+    result = attend(inputs, spec, grad_lse=grad_lse, **packed)  # type: ignore[arg-type]
+    reference_result = attend_by_reference(inputs, spec, grad_lse=grad_lse, **packed)
     for name in ("grad_query", "grad_key", "grad_value"):
-        mine, other = getattr(ours, name), getattr(theirs, name)
-        assert largest_error(mine, other) <= 2**-6 * other.abs().max()
+        got, other = getattr(result, name), getattr(reference_result, name)
+        assert largest_error(got, other) <= 2**-6 * other.abs().max()

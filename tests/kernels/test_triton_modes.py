@@ -1,4 +1,4 @@
-"""The modes of a head in the Triton kernels: each acts on its head alone, computes the same mathematics, and cures."""
+"""Modes in the Triton kernels: each changes only its head, stays accurate, and reduces its rounding error."""
 
 import pytest
 import torch
@@ -30,23 +30,23 @@ from foreshock.kernels.flash_attention.triton_kernels.rounding import launch_rou
 from foreshock.kernels.flash_attention.triton_kernels.rows import launch_rows
 from foreshock.kernels.flash_attention.triton_kernels.tuning import configs
 
-# The interpreter computes masked lanes too, and warns of what they overflow to.
+# The interpreter also computes masked lanes, and warns when they overflow.
 pytestmark = [
     *INTERPRETED,
-    # PyTorch's own attention is the first to multiply in autograd's thread.
+    # PyTorch's attention makes the first matrix product in autograd's thread.
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
 ]
 
 
-def test_modes_of_zero_are_the_same_as_no_modes() -> None:
+def test_zero_modes_equal_no_modes() -> None:
     inputs = random_inputs(60, 60)
     without, zeros = attend(inputs, scaled(32)), attend(inputs, scaled(32), flags(Mode.PLAIN, Mode.PLAIN))
     for a, b in zip(without, zeros, strict=True):
         assert torch.equal(a, b)
 
 
-def test_exact_delta_takes_the_defect_out_of_the_key_gradients_sum() -> None:
-    """A constant added to every key changes no output, so dK sums to 0 over keys but for rounding."""
+def test_exact_delta_reduces_the_error_in_the_sum_of_key_gradients() -> None:
+    """A constant added to every key does not change the output, so without rounding dK sums to 0 over keys."""
     inputs = random_inputs(64, 64, 64, heads=2, kv_heads=2)
     inputs.value.add_(2.0)
     plain, exact = (attend(inputs, scaled(64), flags(mode, mode)) for mode in (Mode.PLAIN, Mode.EXACT_DELTA))
@@ -55,7 +55,7 @@ def test_exact_delta_takes_the_defect_out_of_the_key_gradients_sum() -> None:
 
 
 @pytest.mark.parametrize("causal", ["none", "top_left"])
-def test_a_shifted_softmax_computes_the_same_mathematics_on_its_head_alone(causal: str) -> None:
+def test_shifted_softmax_changes_only_its_head_and_stays_accurate(causal: str) -> None:
     mode = Mode.PAPER_SOFTMAX
     inputs = random_inputs(64, 64, heads=2)
     inputs.key[:, :, 32:] = inputs.key[:, :, :32]
@@ -72,7 +72,7 @@ def test_a_shifted_softmax_computes_the_same_mathematics_on_its_head_alone(causa
 
 
 @pytest.mark.parametrize("mode", [Mode.PLAIN, Mode.PAPER_SOFTMAX])
-def test_values_of_one_give_an_output_of_one(mode: Mode) -> None:
+def test_values_of_one_give_outputs_of_one(mode: Mode) -> None:
     inputs = random_inputs(90, 90)
     inputs.value.fill_(1.0)
     out = attend(inputs, scaled(32), flags(mode, mode)).out.float()
@@ -85,7 +85,7 @@ def test_values_of_one_give_an_output_of_one(mode: Mode) -> None:
 @pytest.mark.parametrize(
     ("size", "options"), [(1e4, {}), (1e2, {"causal": "top_left"}), (1e3, {"window_left": 40, "window_right": 0})]
 )
-def test_rows_whose_scores_are_all_far_below_zero_are_those_of_the_same_scores_shifted_up(
+def test_rows_with_all_scores_far_below_zero_match_the_same_scores_shifted_up(
     mode: Mode, size: float, options: dict[str, object]
 ) -> None:
     # A failing head's offset may have either sign; exp2 of minus such a maximum overflows.
@@ -105,7 +105,7 @@ def test_rows_whose_scores_are_all_far_below_zero_are_those_of_the_same_scores_s
 
 @pytest.mark.parametrize("size", [1e2, 1e3, 1e4])
 def test_saturated_and_tied_rows_are_not_biased(size: float) -> None:
-    """Values of one sign: a bias that a largest error cannot see would show in the mean."""
+    """Values of one sign: a bias too small to affect the largest error would show in the mean."""
     length = 96
     inputs = random_inputs(length, length)
     query = torch.full_like(inputs.query, size**0.5 / 4)
@@ -151,8 +151,8 @@ if CUDA:
     ]
 
 
-def common(inputs: Inputs, offset: float) -> Inputs:
-    """The same with queries and keys that share a direction, for an offset of about this size, and values another."""
+def with_shared_directions(inputs: Inputs, offset: float) -> Inputs:
+    """The same with queries and keys that share a direction, for an offset of about `offset`; values share another."""
     generator = torch.Generator().manual_seed(11)
     dim = inputs.key.shape[3]
     direction = torch.randn(dim, generator=generator).to(DEVICE)
@@ -166,16 +166,16 @@ def common(inputs: Inputs, offset: float) -> Inputs:
     )
 
 
-def same_but_for(cured: Outputs, plain: Outputs, head: int) -> bool:
-    """Whether all other heads kept their bits, in all that is theirs alone."""
+def others_are_unchanged(mitigated: Outputs, plain: Outputs, head: int) -> bool:
+    """Whether the outputs and statistics of all other heads are bitwise unchanged."""
     others = [each for each in range(plain.out.shape[1]) if each != head]
-    kept = all(torch.equal(a[:, others], b[:, others]) for a, b in zip(cured[:5], plain[:5], strict=True))
-    return kept and torch.equal(cured.state[others], plain.state[others])
+    unchanged = all(torch.equal(a[:, others], b[:, others]) for a, b in zip(mitigated[:5], plain[:5], strict=True))
+    return unchanged and torch.equal(mitigated.state[others], plain.state[others])
 
 
 def score_rounding(inputs: Inputs, spec: AttentionSpec) -> Tensor:
-    """By how much fp32 products of D terms may err in any order of their sum, [B, H, Sq]: D 2^-24 of the sum of their
-    sizes, for the key where that is largest."""
+    """Largest error of fp32 products of D terms in any summation order, [B, H, Sq]: D 2^-24 of the sum of their
+    magnitudes, for the key with the largest."""
     query, key = inputs.query.double().abs(), inputs.key.double().abs()
     sizes = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3)
     return query.shape[3] * 2.0**-24 * abs(spec.scale) * sizes.amax(3) + 1e-5
@@ -183,11 +183,14 @@ def score_rounding(inputs: Inputs, spec: AttentionSpec) -> Tensor:
 
 @pytest.mark.promise("K1")
 @pytest.mark.parametrize(("name", "length_q", "length_k", "dim", "heads", "kv_heads", "options", "offset"), CASES)
-def test_a_cured_head_is_right_and_the_others_keep_their_bits(
+def test_mitigated_head_is_accurate_and_the_others_are_bitwise_unchanged(
     name: str, length_q: int, length_k: int, dim: int, heads: int, kv_heads: int, options: dict[str, object],
     offset: float,
 ) -> None:  # fmt: skip
-    inputs, spec = common(random_inputs(length_q, length_k, dim, heads, kv_heads), offset), scaled(dim, **options)
+    inputs, spec = (
+        with_shared_directions(random_inputs(length_q, length_k, dim, heads, kv_heads), offset),
+        scaled(dim, **options),
+    )
     mode = parse_mode(name)
     modes = flags(mode, *[Mode.PLAIN] * (heads - 1))
     given, expected = attend(inputs, spec, modes), attend_by_reference(inputs, spec, modes=modes)
@@ -197,7 +200,7 @@ def test_a_cured_head_is_right_and_the_others_keep_their_bits(
         assert largest_error(getattr(given, field), getattr(exact, field)) <= 2 * error + 1e-5, field
     assert (given.lse.isfinite() == exact.lse.isfinite()).all()
     assert ((given.lse - exact.lse).abs().nan_to_num(0) <= score_rounding(inputs, spec)).all()
-    assert same_but_for(given, plain, 0)
+    assert others_are_unchanged(given, plain, 0)
     for slot in (Slot.ROWS, Slot.EMPTY_ROWS, Slot.NONFINITE_ROWS):
         assert given.counts(slot) == expected.counts(slot)
     for slot in (Slot.SCORE_MAX, Slot.SCORE_OFFSET_SUM):
@@ -208,20 +211,20 @@ def test_a_cured_head_is_right_and_the_others_keep_their_bits(
         assert torch.equal(given.state, plain.state)
 
 
-def test_a_row_correction_is_a_hundred_times_as_exact_at_an_offset_of_300() -> None:
-    inputs, spec = common(random_inputs(96, 96, 32, 1, 1), 300.0), scaled(32, causal="top_left")
+def test_row_correction_is_100_times_as_accurate_at_an_offset_of_300() -> None:
+    inputs, spec = with_shared_directions(random_inputs(96, 96, 32, 1, 1), 300.0), scaled(32, causal="top_left")
     exact = truth(inputs, spec).grad_query
-    plain, cured = (
+    plain, mitigated = (
         (attend(inputs, spec, flags(mode)).grad_query.double() - exact).norm().item()
         for mode in (Mode.PLAIN, Mode.ROW_CORRECTED)
     )
-    assert 100 * cured <= plain
-    assert cured <= 0.006 * exact.norm().item()
+    assert 100 * mitigated <= plain
+    assert mitigated <= 0.006 * exact.norm().item()
 
 
-def test_a_pass_for_corrected_heads_alone_makes_their_dq_and_delta_to_the_bit_and_touches_no_other() -> None:
+def test_pass_for_corrected_heads_writes_only_their_dq_and_delta() -> None:
     modes = flags(Mode.PLAIN, Mode.ROW_CORRECTED, Mode.EXACT_DELTA, Mode.EXACT_DELTA | Mode.ROW_CORRECTED)
-    inputs, spec = common(random_inputs(70, 70, 32, 4, 2), 300.0), scaled(32, causal="top_left")
+    inputs, spec = with_shared_directions(random_inputs(70, 70, 32, 4, 2), 300.0), scaled(32, causal="top_left")
     query, key, value, grad = inputs
     given = Arguments(modes, None, None, 70, 70, None, spec)
     saved = (query, key, value, *forward.attention_forward(query, key, value, given))
@@ -231,8 +234,8 @@ def test_a_pass_for_corrected_heads_alone_makes_their_dq_and_delta_to_the_bit_an
 
     untouched = torch.full_like(query, 7.0)
 
-    def launched(*passes: bool) -> list[Tensor]:
-        """dQ, delta and folded rows [B, H, Sq, ...] after the first pass and these, each for all heads or not."""
+    def after_passes(*passes: bool) -> list[Tensor]:
+        """dQ, delta and folded rows [B, H, Sq, ...] after the row pass and `passes` (`corrected_only` of each)."""
         rows, grad_query = launch_rows(call, tensors), untouched.clone()
         for corrected_only in passes:
             launch_grad_query(call, config, tensors, rows, grad_query, corrected_only=corrected_only)
@@ -240,16 +243,16 @@ def test_a_pass_for_corrected_heads_alone_makes_their_dq_and_delta_to_the_bit_an
         assert isinstance(rows.folded, Tensor)
         return [grad_query, rows.delta, rows.folded.view(*query.shape[:3], 8)]
 
-    for before, all_heads, alone in zip(launched(), launched(False), launched(True), strict=True):
+    for before, all_heads, corrected_heads in zip(after_passes(), after_passes(False), after_passes(True), strict=True):
         for head, corrected in enumerate((False, True, False, True)):
-            assert torch.equal(alone[:, head], (all_heads if corrected else before)[:, head])
-            assert torch.equal(alone[:, head], before[:, head]) != corrected
+            assert torch.equal(corrected_heads[:, head], (all_heads if corrected else before)[:, head])
+            assert torch.equal(corrected_heads[:, head], before[:, head]) != corrected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("rows_of_heads", [False, True])
-def test_the_sums_of_hopper_s_backward_become_dq_of_the_heads_that_are_not_corrected(
+def test_rounding_pass_writes_dq_of_uncorrected_heads_from_the_hopper_sums(
     heads: int, rows_of_heads: bool, dtype: torch.dtype
 ) -> None:
     sums = torch.randn(2, heads, 13, 128, generator=torch.Generator().manual_seed(1)).to(DEVICE)
