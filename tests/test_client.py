@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from tests.faults.hostile_server import closed_port
-from tests.server.answering import AnsweringAgent
+from tests.server.answering_agent import AnsweringAgent
 
 from foreshock.client import Matrix, Service, ServiceError
 from foreshock.server.testing import FakeRank, LiveService

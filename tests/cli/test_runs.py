@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.cli.typed import foreshock
-from tests.server.answering import AnsweringAgent
+from tests.server.answering_agent import AnsweringAgent
 from typer.testing import CliRunner
 
 from foreshock.cli.main import app

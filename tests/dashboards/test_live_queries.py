@@ -18,7 +18,7 @@ import yaml
 from tests.dashboards.promql import Query, concrete, queries
 from tests.dashboards.shipped import alertmanager_config, prometheus_config
 from tests.e2e.running import alertmanager, eventually, prometheus, starter
-from tests.server.answering import AnsweringAgent
+from tests.server.answering_agent import AnsweringAgent
 
 from foreshock.contract.slots import Slot
 from foreshock.contract.wire import AgentHealth, Array, Clipped, Event

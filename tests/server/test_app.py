@@ -27,7 +27,7 @@ from foreshock.server.store.database import ClosingError, StoreError, give_up_if
 from foreshock.server.testing import LiveService
 
 
-def test_an_address_that_cannot_be_listened_on_is_refused_before_the_store_is_made(tmp_path: Path) -> None:
+def test_port_in_use_is_refused_before_store_is_created(tmp_path: Path) -> None:
     store = tmp_path / "new.db"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -36,7 +36,7 @@ def test_an_address_that_cannot_be_listened_on_is_refused_before_the_store_is_ma
     assert not store.exists()
 
 
-def test_a_damaged_store_is_told_with_its_file_and_the_way_back_to_a_backup(tmp_path: Path, empty_store: Path) -> None:
+def test_error_for_damaged_store_names_file_and_restore_command(tmp_path: Path, empty_store: Path) -> None:
     """The sentence is read by whoever is woken: SQLite's own names neither the file nor what to do."""
     torn = tmp_path / "torn.db"
     pages = empty_store.read_bytes()
@@ -48,7 +48,7 @@ def test_a_damaged_store_is_told_with_its_file_and_the_way_back_to_a_backup(tmp_
         assert "foreshock store restore" in str(caught.value)
 
 
-def test_a_store_that_another_program_holds_is_told_with_its_file_and_what_to_do(tmp_path: Path) -> None:
+def test_error_for_locked_store_names_file_and_cause(tmp_path: Path) -> None:
     held = f"sqlite:///{tmp_path}/held.db"
     with closing(sqlite3.connect(tmp_path / "held.db")) as other:
         other.execute("BEGIN EXCLUSIVE")
@@ -58,9 +58,7 @@ def test_a_store_that_another_program_holds_is_told_with_its_file_and_what_to_do
 
 
 @pytest.mark.parametrize(("migrate", "migrated"), [(None, True), (True, True), (False, False)])
-def test_a_new_sqlite_store_is_migrated_unless_the_settings_say_no(
-    tmp_path: Path, migrate: bool | None, migrated: bool
-) -> None:
+def test_new_sqlite_store_is_migrated_unless_disabled(tmp_path: Path, migrate: bool | None, migrated: bool) -> None:
     settings = Settings(database_url=f"sqlite:///{tmp_path / 'new.db'}", migrate=migrate)
     if migrated:
         asyncio.run(put_together._open_once(settings))
@@ -69,7 +67,7 @@ def test_a_new_sqlite_store_is_migrated_unless_the_settings_say_no(
             asyncio.run(put_together._open_once(settings))
 
 
-async def test_the_page_is_never_kept_and_its_assets_are_those_that_it_names(service: Any) -> None:
+async def test_page_is_not_cached_its_assets_exist_and_invalid_range_gets_whole_file(service: Any) -> None:
     page = await service.client.get("/")
     assert (page.status_code, page.headers["cache-control"]) == (200, "no-cache")
     assets = re.findall(r'"\.?/?(assets/[^"]+)"', page.text)
@@ -82,7 +80,7 @@ async def test_the_page_is_never_kept_and_its_assets_are_those_that_it_names(ser
         assert (parts.status_code, parts.content) == (200, whole.content), path
 
 
-def test_a_chore_that_fails_is_logged_and_tried_again_until_the_service_closes() -> None:
+def test_failing_chore_is_logged_and_retried_until_service_closes() -> None:
     went = [RuntimeError("lost"), OSError("gone"), ClosingError()]
 
     async def broken() -> None:
@@ -104,7 +102,7 @@ async def readiness_of(service: Any) -> tuple[int, str]:
     return answer.status_code, answer.json()["checks"]["store"]
 
 
-def test_a_load_balancer_may_ask_with_head_and_gets_what_get_says_without_the_body(live_service: LiveService) -> None:
+def test_head_request_returns_status_and_length_of_get_without_body(live_service: LiveService) -> None:
     with live_service.client() as client:
         for path in ("/healthz", "/readyz", "/"):
             readiness_of, told = client.head(path), client.get(path)
@@ -113,7 +111,7 @@ def test_a_load_balancer_may_ask_with_head_and_gets_what_get_says_without_the_bo
 
 
 @pytest.mark.settings(token="a-secret-of-sixteen-or-more")
-async def test_a_probe_needs_no_token_and_costs_one_write_a_second_however_many_ask(
+async def test_readiness_probes_need_no_token_and_share_one_write(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
@@ -132,19 +130,19 @@ async def test_a_probe_needs_no_token_and_costs_one_write_a_second_however_many_
     assert len(tried) == 1
 
 
-async def test_a_database_file_that_is_gone_is_not_ready(service: Any, tmp_path: Path) -> None:
+async def test_missing_database_file_is_not_ready(service: Any, tmp_path: Path) -> None:
     (tmp_path / "foreshock.db").rename(tmp_path / "elsewhere.db")
     assert await readiness_of(service) == (503, "its file is gone")
 
 
-async def test_a_disk_with_no_room_for_a_batch_is_not_ready(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_disk_is_not_ready(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(2**40, 2**40, 4096))
     assert await readiness_of(service) == (503, "its disk is full")
     monkeypatch.undo()
     assert await readiness_of(service) == (200, "ok")
 
 
-async def test_a_store_that_reads_but_takes_no_write_is_not_ready(service: Any) -> None:
+async def test_store_that_rejects_writes_is_not_ready(service: Any) -> None:
     with service.app.state.store.writer.engine.begin() as connection:
         connection.exec_driver_sql(
             "CREATE TRIGGER no BEFORE INSERT ON service_state BEGIN SELECT RAISE(ABORT, 'full'); END"
@@ -153,7 +151,7 @@ async def test_a_store_that_reads_but_takes_no_write_is_not_ready(service: Any) 
     assert (status, said) == (503, "IntegrityError")
 
 
-async def test_a_writer_that_hangs_is_said_at_the_deadline_and_not_for_ever(service: Any) -> None:
+async def test_blocked_writer_is_not_ready_after_deadline_and_recovers(service: Any) -> None:
     service.app.state.readiness.deadline_seconds = 0.3
     with service.app.state.store.writer.engine.begin():
         assert await readiness_of(service) == (503, "no write within 0 s")
@@ -161,7 +159,7 @@ async def test_a_writer_that_hangs_is_said_at_the_deadline_and_not_for_ever(serv
     assert await readiness_of(service) == (200, "ok")
 
 
-async def test_a_server_that_is_told_to_stop_ends_long_reads_and_at_once_when_it_is_told_again(service: Any) -> None:
+async def test_sigterm_cancels_long_reads_and_second_sigterm_forces_exit(service: Any) -> None:
     config = uvicorn.Config(service.app, host="127.0.0.1", port=0, log_config=None, lifespan="off")
     server, store = Server(config, list[str]().append), service.app.state.store
     config.load()

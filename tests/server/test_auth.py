@@ -37,7 +37,7 @@ def paths_of(app: Any) -> list[str]:
 
 @pytest.mark.promise("S7")
 @pytest.mark.settings(token=SECRET)
-async def test_every_path_is_closed_to_every_method_without_a_token(service: Any) -> None:
+async def test_every_path_and_method_requires_a_token(service: Any) -> None:
     paths = paths_of(service.app)
     assert len(paths) > 15
     for path in paths:
@@ -51,7 +51,7 @@ async def test_every_path_is_closed_to_every_method_without_a_token(service: Any
 
 
 @pytest.mark.promise("S7")
-def test_every_route_needs_the_scope_of_what_it_does() -> None:
+def test_every_route_requires_the_expected_scope() -> None:
     found: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for module in (endpoint, routes, stream, webhooks):
         for route in module.router.routes:
@@ -83,7 +83,7 @@ def test_every_route_needs_the_scope_of_what_it_does() -> None:
 @pytest.mark.settings(
     tokens=(Token.of("sender", SENDER, ("ingest",), run_prefix="team-a/"), Token.of("reader", READER, ("read",)))
 )
-async def test_a_token_reaches_its_scopes_and_its_runs_and_nothing_else(service: Any) -> None:
+async def test_token_is_limited_to_its_scopes_and_run_prefix(service: Any) -> None:
     for run, secret, status in (
         ("team-a/1", SENDER, 200),
         ("team-b/1", SENDER, 403),
@@ -102,7 +102,7 @@ async def test_a_token_reaches_its_scopes_and_its_runs_and_nothing_else(service:
 
 
 @pytest.mark.settings(token=SECRET)
-async def test_the_pages_session_reads_and_changes_things_only_with_its_csrf_token(service: Any) -> None:
+async def test_page_session_requires_csrf_token_for_writes(service: Any) -> None:
     client = service.client
     assert (await client.get("/v1/session")).json()["login_needed"]
     assert (await client.post("/v1/login", json={"token": "wrong"})).status_code == 401
@@ -134,7 +134,7 @@ async def test_the_pages_session_reads_and_changes_things_only_with_its_csrf_tok
         (200, "origin", ["http://127.0.0.1:8765", "http://localhost:3000"]),
     ],
 )
-async def test_without_a_token_only_loopback_names_and_origins_are_answered(
+async def test_only_loopback_hosts_and_origins_are_accepted_without_token(
     service: Any, status: int, header: str, values: list[str]
 ) -> None:
     for value in values:
@@ -146,7 +146,7 @@ async def test_without_a_token_only_loopback_names_and_origins_are_answered(
 
 @pytest.mark.promise("S18")
 @pytest.mark.parametrize("name", ["foreshock.example.org", "Foreshock.Example.org:443"])
-def test_probes_of_the_own_machine_are_answered_beside_the_names_of_the_proxy(play: Any, name: str) -> None:
+def test_loopback_probes_are_accepted_when_allowed_hosts_are_set(play: Any, name: str) -> None:
     async def story(service: Any) -> None:
         async def asked(path: str, host: str, **more: str) -> int:
             headers = {"host": host, "authorization": f"Bearer {SECRET}", **more}
@@ -163,14 +163,14 @@ def test_probes_of_the_own_machine_are_answered_beside_the_names_of_the_proxy(pl
 
 
 @pytest.mark.promise("S21")
-async def test_no_answer_of_the_api_is_kept_by_a_cache(service: Any) -> None:
+async def test_api_responses_are_never_cached(service: Any) -> None:
     for path in ("/v1/runs", "/v1/session", "/metrics", "/v1/runs/none", "/nowhere"):
         assert (await service.client.get(path)).headers["cache-control"] == "no-store", path
 
 
 @pytest.mark.promise("S7")
 @pytest.mark.settings(token=SECRET)
-async def test_one_credential_counts_and_a_wrong_one_is_not_replaced_by_another(service: Any) -> None:
+async def test_conflicting_or_repeated_credentials_are_rejected(service: Any) -> None:
     answer = await service.client.post("/v1/login", json={"token": SECRET})
     cookie = {"cookie": answer.headers["set-cookie"].partition(";")[0]}
     service.client.cookies.clear()
@@ -184,7 +184,7 @@ async def test_one_credential_counts_and_a_wrong_one_is_not_replaced_by_another(
 
 @pytest.mark.promise("S7")
 @pytest.mark.settings(token=SECRET)
-async def test_no_answer_leads_to_a_host_of_the_callers_choice(service: Any) -> None:
+async def test_no_response_redirects_to_forged_host(service: Any) -> None:
     headers = bearer(SECRET) | {"host": "evil.example"}
     for path in paths_of(service.app):
         for method in ("GET", "POST"):
@@ -216,7 +216,7 @@ async def seen(service: Any, session: dict[str, str]) -> int:
 
 @pytest.mark.promise("S7")
 @pytest.mark.settings(tokens=TOKENS)
-async def test_a_session_ends_at_logout_and_with_all_others_of_its_token_and_is_in_no_word_of_the_store(
+async def test_logout_ends_one_or_all_sessions_and_stored_rows_are_not_credentials(
     service: Any,
 ) -> None:
     one, two, three, other = [await logged_in(service, name) for name in ("ann", "ann", "ann", "bob")]
@@ -243,7 +243,7 @@ async def test_a_session_ends_at_logout_and_with_all_others_of_its_token_and_is_
         ({"public_url": "https://foreshock.example.org"}, "http", True),
     ],
 )
-def test_the_cookie_is_secure_behind_a_proxy_that_speaks_tls(
+def test_session_cookie_is_secure_behind_tls_proxy(
     play: Any, settings: dict[str, Any], scheme: str, secure: bool
 ) -> None:
     async def story(service: Any) -> None:
@@ -255,7 +255,7 @@ def test_the_cookie_is_secure_behind_a_proxy_that_speaks_tls(
 
 
 @pytest.mark.settings(tokens=TOKENS, session_seconds=0.01)
-async def test_an_expired_session_is_no_session_and_leaves_the_store(service: Any) -> None:
+async def test_expired_session_is_rejected_and_deleted(service: Any) -> None:
     for _ in range(3):
         session = await logged_in(service)
         time.sleep(0.02)
@@ -265,7 +265,7 @@ async def test_an_expired_session_is_no_session_and_leaves_the_store(service: An
 
 
 @pytest.mark.promise("S7")
-def test_a_token_is_replaced_at_a_restart_and_its_sessions_end_with_it_and_no_others(play: Any) -> None:
+def test_removing_a_token_at_restart_ends_only_its_sessions(play: Any) -> None:
     old, new = "the-old-secret-000001", "the-new-secret-000001"
     first, second = (Token.of(name, secret, ("read",)) for name, secret in (("one", old), ("two", new)))
     cookies: list[dict[str, str]] = []

@@ -86,14 +86,14 @@ def drill(folder: Path, url: str, restored: str, environment: dict[str, str]) ->
 
 
 @pytest.mark.full
-def test_a_sqlite_store_is_backed_up_during_ingest_and_restored(tmp_path: Path) -> None:
+def test_sqlite_store_is_backed_up_during_ingest_and_restored(tmp_path: Path) -> None:
     url, restored = f"sqlite:///{tmp_path}/foreshock.db", f"sqlite:///{tmp_path}/restored/foreshock.db"
     drill(tmp_path, url, restored, {})
 
 
 @pytest.mark.full
 @pytest.mark.servers
-def test_a_postgresql_store_is_backed_up_during_ingest_and_restored(
+def test_postgresql_store_is_backed_up_during_ingest_and_restored(
     tmp_path: Path, postgres: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tools = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
@@ -106,7 +106,7 @@ def test_a_postgresql_store_is_backed_up_during_ingest_and_restored(
 
 
 @pytest.mark.full
-def test_a_backup_overwrites_nothing_and_a_restore_neither(tmp_path: Path) -> None:
+def test_backup_and_restore_never_overwrite_files(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/foreshock.db"
     with LiveService(tmp_path, {"FORESHOCK_DATABASE_URL": url}):
         pass
@@ -121,7 +121,7 @@ def test_a_backup_overwrites_nothing_and_a_restore_neither(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.glob("*.partial*")) == []
 
 
-def test_a_backup_from_before_an_upgrade_is_restored_and_checked_by_the_newer_build(tmp_path: Path) -> None:
+def test_backup_of_older_schema_is_restored_and_checked(tmp_path: Path) -> None:
     """Its schema is older: the service brings it up to date at its start, and whoever restores must not be told no."""
     golden_store.store_at(tmp_path / "old.backup")
     url = f"sqlite:///{tmp_path}/foreshock.db"
@@ -145,7 +145,7 @@ def test_a_backup_from_before_an_upgrade_is_restored_and_checked_by_the_newer_bu
         ("postgresql://ann:secret@127.0.0.1:9/x", "127.0.0.1"),
     ],
 )
-def test_a_store_that_cannot_be_used_is_a_sentence(tmp_path: Path, url: str, sentence: str) -> None:
+def test_unusable_store_is_reported_without_traceback_or_password(tmp_path: Path, url: str, sentence: str) -> None:
     (tmp_path / "text.db").write_text("no database at all, but a text")
     files = {"check": [], "backup": [str(tmp_path / "copy")], "restore": [str(tmp_path / "text.db")]}
     for command, file in files.items():
@@ -157,7 +157,7 @@ def test_a_store_that_cannot_be_used_is_a_sentence(tmp_path: Path, url: str, sen
         assert [path.name for path in tmp_path.iterdir()] == ["text.db"]
 
 
-def test_an_export_is_continued_only_whole_and_from_the_store_that_it_came_from(tmp_path: Path) -> None:
+def test_audit_export_continues_only_complete_file_of_same_store(tmp_path: Path) -> None:
     export, rank = tmp_path / "trail.jsonl", FakeRank(run="run-0")
 
     def ordered(client: httpx.Client, times: int) -> None:
@@ -185,7 +185,7 @@ def test_an_export_is_continued_only_whole_and_from_the_store_that_it_came_from(
 
 @pytest.mark.full
 @pytest.mark.promise("S21")
-def test_database_log_backup_and_what_is_restored_are_their_owners_alone(tmp_path: Path) -> None:
+def test_database_files_and_backups_are_readable_only_by_owner(tmp_path: Path) -> None:
     def rights(*names: str) -> set[str]:
         return {oct((tmp_path / name).stat().st_mode & 0o777) for name in names}
 

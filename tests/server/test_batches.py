@@ -17,7 +17,7 @@ SECRET = "a-secret-of-sixteen-or-more"
 
 
 @pytest.mark.promise("S2")
-async def test_a_repeated_batch_is_acknowledged_again_and_changes_nothing(service: Any, rank: FakeRank) -> None:
+async def test_repeated_batch_is_acknowledged_again_and_changes_nothing(service: Any, rank: FakeRank) -> None:
     batch = rank.batch(rank.started(), rank.sample(10), rank.verdict(10))
     first, again = await service.post(batch), await service.post(batch)
     assert first.json() == again.json()
@@ -30,7 +30,7 @@ async def test_a_repeated_batch_is_acknowledged_again_and_changes_nothing(servic
 
 
 @pytest.mark.promise("S5")
-async def test_a_batch_for_an_address_that_only_begins_alike_is_not_found(service: Any, rank: FakeRank) -> None:
+async def test_batch_sent_to_similar_path_is_not_found(service: Any, rank: FakeRank) -> None:
     body = rank.batch(rank.started()).model_dump(mode="json")
     for address in ("/v1/batches%0A", "/v1/batches/"):
         assert (await service.client.post(address, json=body)).status_code == 404, address
@@ -38,7 +38,7 @@ async def test_a_batch_for_an_address_that_only_begins_alike_is_not_found(servic
 
 
 @pytest.mark.promise("S1")
-async def test_a_store_that_fails_answers_503_and_acknowledges_nothing(
+async def test_failing_store_returns_503_and_acknowledges_nothing(
     service: Any, rank: FakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -55,7 +55,7 @@ async def test_a_store_that_fails_answers_503_and_acknowledges_nothing(
 
 
 @pytest.mark.promise("S1")
-async def test_a_batch_whose_client_leaves_while_it_waits_is_stored_once_and_holds_up_nobody(service: Any) -> None:
+async def test_batch_of_disconnected_client_is_stored_once_and_blocks_nobody(service: Any) -> None:
     leaving, staying = FakeRank(rank=0), FakeRank(rank=1)
     with service.app.state.store.writer.engine.begin():  # the writer waits
         left = asyncio.create_task(service.post(leaving.batch(leaving.sample(1))))
@@ -74,7 +74,7 @@ async def test_a_batch_whose_client_leaves_while_it_waits_is_stored_once_and_hol
     ("fault", "status"), [(RuntimeError("a bug"), 500), (OperationalError("SELECT", None, OSError("gone")), 503)]
 )
 @pytest.mark.settings(token=SECRET)
-async def test_a_fault_on_the_way_of_a_batch_is_a_problem_and_passes(
+async def test_fault_during_ingest_is_a_problem_response_and_is_temporary(
     service: Any, rank: FakeRank, monkeypatch: pytest.MonkeyPatch, fault: Exception, status: int
 ) -> None:
     async def failing(*_: Any) -> None:
@@ -97,7 +97,7 @@ async def test_a_fault_on_the_way_of_a_batch_is_a_problem_and_passes(
 
 @pytest.mark.promise("S4")
 @pytest.mark.settings(ingest_queue_batches=8, commit_batches=2)
-async def test_more_batches_than_the_queue_takes_get_429_and_the_rest_is_stored(service: Any) -> None:
+async def test_batches_beyond_queue_size_get_429_and_the_rest_is_stored(service: Any) -> None:
     ranks = [FakeRank(rank=number) for number in range(60)]
     answers = await asyncio.gather(*(service.post(r.batch(r.started(), r.sample(1))) for r in ranks))
     codes = [answer.status_code for answer in answers]
@@ -111,7 +111,7 @@ async def test_more_batches_than_the_queue_takes_get_429_and_the_rest_is_stored(
 
 
 @pytest.mark.promise("S3")
-async def test_a_batch_that_cannot_be_stored_is_refused_and_holds_up_nobody(service: Any) -> None:
+async def test_batch_that_cannot_be_stored_is_refused_without_blocking_others(service: Any) -> None:
     good, bad = FakeRank(rank=0), FakeRank(rank=1)
     huge = [
         Sample(step=step, since_step=step - 1, unix_seconds=0.0, loss_nonfinite_steps=2**53)
@@ -124,7 +124,7 @@ async def test_a_batch_that_cannot_be_stored_is_refused_and_holds_up_nobody(serv
 
 
 @pytest.mark.parametrize("described", [True, False])
-async def test_a_group_of_many_batches_takes_as_many_queries_as_one_batch(service: Any, described: bool) -> None:
+async def test_group_of_batches_takes_as_many_queries_as_one_batch(service: Any, described: bool) -> None:
     """Also of processes that have not said which heads they watch, whose samples must agree all the same."""
     store, said = service.app.state.store, list[str]()
     ranks = [FakeRank(rank=number) for number in range(20)]
@@ -163,7 +163,7 @@ OF_NO_HEAD = WIDE.sample(1).model_copy(update={"states": None, "modes": None, "r
         ([OF_NO_HEAD, WIDE.sample(2), BLIND.started()], "registers 0 heads"),
     ],
 )
-async def test_every_sample_of_a_process_has_data_for_the_heads_that_it_registered(
+async def test_sample_must_match_the_registered_heads_of_its_process(
     service: Any, said: list[Event], refusal: str | None, together: bool
 ) -> None:
     """What differs is refused, whether it comes in one batch or in several; which head is which would be unknown."""

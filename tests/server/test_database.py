@@ -21,7 +21,7 @@ from foreshock.server.testing import FakeRank
 
 
 @pytest.mark.promise("S16")
-async def test_a_database_of_another_version_or_of_none_is_refused_with_what_it_is_and_what_to_do(
+async def test_store_with_missing_or_unsupported_schema_is_refused_with_advice(
     tmp_path: Path,
 ) -> None:
     store = Store(f"sqlite:///{tmp_path / 'x.db'}")
@@ -39,7 +39,7 @@ async def test_a_database_of_another_version_or_of_none_is_refused_with_what_it_
 
 
 @pytest.mark.parametrize("kind", ["folder", "text", "link"])
-async def test_what_is_no_database_keeps_the_rights_that_it_has(tmp_path: Path, kind: str) -> None:
+async def test_file_that_is_not_a_database_keeps_its_permissions(tmp_path: Path, kind: str) -> None:
     """A misspelt address may name the system's own files, and the service may run as root."""
     path, text_file = tmp_path / "x.db", tmp_path / "passwd"
     text_file.write_text("root:x:0:0\n")
@@ -59,7 +59,7 @@ async def test_what_is_no_database_keeps_the_rights_that_it_has(tmp_path: Path, 
 
 
 @pytest.mark.promise("S16")
-async def test_the_migrations_make_exactly_the_tables_that_the_code_uses(tmp_path: Path) -> None:
+async def test_migrations_create_exactly_the_tables_of_the_code(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path / 'x.db'}")
     await store.migrate()
     await store.migrate()
@@ -74,7 +74,7 @@ async def test_the_migrations_make_exactly_the_tables_that_the_code_uses(tmp_pat
 
 
 @pytest.mark.promise("S16")
-async def test_numbers_of_a_sample_stay_nan_when_the_column_of_another_goes(tmp_path: Path) -> None:
+async def test_nan_flags_survive_removal_of_other_columns(tmp_path: Path) -> None:
     """Each bit of `nan_columns` is a number's; schema 0023 had the largest loss in the second place."""
     before = ("loss", "loss_max", "grad_norm", "learning_rate", "step_seconds", "agent_seconds")
     gone = ("unix_seconds", "loss_max", "loss_nonfinite_steps", "grad_norm_nonfinite_steps")
@@ -100,7 +100,7 @@ async def test_numbers_of_a_sample_stay_nan_when_the_column_of_another_goes(tmp_
     await store.close()
 
 
-async def test_old_runs_are_deleted_and_the_audit_trail_stays(service: Any) -> None:
+async def test_old_runs_are_deleted_but_audit_trail_remains(service: Any) -> None:
     old, new = FakeRank(run="old"), FakeRank(run="new")
     for rank in (old, new):
         await service.store(rank, rank.started(), rank.sample(1), rank.verdict(1))
@@ -120,7 +120,7 @@ async def test_old_runs_are_deleted_and_the_audit_trail_stays(service: Any) -> N
 
 
 @pytest.mark.promise("S17")
-async def test_a_clock_that_jumps_ahead_for_a_while_deletes_no_run(service: Any) -> None:
+async def test_temporary_forward_clock_jump_deletes_no_run(service: Any) -> None:
     for name in ("live", "silent"):
         rank = FakeRank(run=name)
         await service.store(rank, rank.started(), rank.sample(1))
@@ -134,7 +134,7 @@ async def test_a_clock_that_jumps_ahead_for_a_while_deletes_no_run(service: Any)
 
 
 @pytest.mark.promise("S17")
-async def test_old_runs_leave_a_few_at_a_time_and_the_log_names_them(service: Any) -> None:
+async def test_old_runs_are_deleted_in_groups_and_logged_by_name(service: Any) -> None:
     for number in range(25):
         rank = FakeRank(run=f"run-{number:02}", layers=1)
         await service.store(rank, rank.started(), rank.sample(1))
@@ -147,7 +147,7 @@ async def test_old_runs_leave_a_few_at_a_time_and_the_log_names_them(service: An
 
 
 @pytest.mark.promise("S17")
-async def test_what_a_deleted_run_took_goes_back_to_the_disk_a_little_at_a_time(service: Any) -> None:
+async def test_space_of_deleted_run_is_released_gradually(service: Any) -> None:
     store = service.app.state.store
 
     async def size() -> int:
@@ -177,7 +177,7 @@ CHANGES = ("UPDATE audit SET actor = 'eve'", "DELETE FROM audit WHERE sequence =
 
 @pytest.mark.promise("S11")
 @pytest.mark.usefixtures("on_both")
-async def test_no_row_of_a_store_can_be_changed_deleted_or_truncated(service: Any, rank: FakeRank) -> None:
+async def test_audit_rows_cannot_be_updated_deleted_or_truncated(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(), rank.sample(1))
     for _ in range(3):
         assert (await service.client.post("/v1/runs/run-1/commands", json=ORDER)).status_code == 201

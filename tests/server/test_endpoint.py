@@ -15,9 +15,7 @@ from foreshock.server.testing import FakeRank, LiveService
 
 @pytest.mark.promise("S3")
 @pytest.mark.parametrize("bad", [range(1), range(1, 2), range(14, 15), range(1, 15)])
-async def test_bad_events_at_any_position_refuse_the_whole_batch_and_ten_are_named(
-    service: Any, rank: FakeRank, bad: range
-) -> None:
+async def test_bad_event_refuses_whole_batch_and_first_ten_are_named(service: Any, rank: FakeRank, bad: range) -> None:
     body = json.loads(rank.batch(rank.started(), *(rank.sample(s) for s in range(1, 15))).model_dump_json())
     for position in bad:
         body["events"][position]["step"] = -1
@@ -46,7 +44,7 @@ HOSTILE = {
 
 @pytest.mark.promise("S5")
 @pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
-async def test_hostile_bodies_are_refused_with_a_problem(service: Any, body: bytes) -> None:
+async def test_hostile_body_is_refused_with_problem_response(service: Any, body: bytes) -> None:
     answer = await service.client.post("/v1/batches", content=body, headers={"content-type": "application/json"})
     assert answer.status_code in (415, 422)
     assert answer.json()["status"] == answer.status_code
@@ -54,7 +52,7 @@ async def test_hostile_bodies_are_refused_with_a_problem(service: Any, body: byt
 
 @pytest.mark.promise("S5")
 @pytest.mark.settings(max_body_bytes=4096)
-async def test_bodies_that_are_too_large_compressed_or_not_json_are_refused(service: Any) -> None:
+async def test_oversized_compressed_or_non_json_body_is_refused(service: Any) -> None:
     async def drip() -> Any:
         for _ in range(100):
             yield b" " * 100
@@ -74,7 +72,7 @@ async def test_bodies_that_are_too_large_compressed_or_not_json_are_refused(serv
 
 @pytest.mark.promise("S12")
 @pytest.mark.settings(run_batches_per_second=0.5)
-async def test_a_noisy_run_is_slowed_down_and_a_quiet_one_is_not(service: Any) -> None:
+async def test_noisy_run_is_throttled_but_quiet_run_is_not(service: Any) -> None:
     noisy, quiet = FakeRank(run="noisy"), FakeRank(run="quiet")
     codes = [(await service.post(noisy.batch(noisy.sample(step)))).status_code for step in range(1, 30)]
     assert codes[0] == 200
@@ -82,7 +80,7 @@ async def test_a_noisy_run_is_slowed_down_and_a_quiet_one_is_not(service: Any) -
     assert (await service.post(quiet.batch(quiet.sample(1)))).status_code == 200
 
 
-async def test_a_run_whose_name_no_address_could_hold_is_refused_with_a_sentence(service: Any) -> None:
+async def test_run_name_that_no_url_can_address_is_refused(service: Any) -> None:
     """Every client, browsers too, takes a part of dots out of an address before it asks."""
     words = {path.rpartition("/")[2] for path in service.app.openapi()["paths"] if path.startswith("/v1/runs/{run}/")}
     assert "commands" in words
@@ -93,14 +91,14 @@ async def test_a_run_whose_name_no_address_could_hold_is_refused_with_a_sentence
 
 
 @pytest.mark.promise("S13")
-async def test_control_characters_in_texts_reach_no_log_line(service: Any, rank: FakeRank) -> None:
+async def test_control_characters_in_sentences_are_replaced(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(), rank.verdict(1, sentence="a\nb\x00c\u202ed <img onerror=x>"))
     newest = (await service.get("/v1/runs/run-1/events", kind="verdict"))["events"][0]
     assert newest["sentence"] == "a\ufffdb\ufffdc\ufffdd <img onerror=x>"
 
 
 @pytest.mark.promise("S13")
-async def test_refused_batches_are_logged_with_the_reason_once_in_a_while(service: Any, monkeypatch: Any) -> None:
+async def test_repeated_refusals_are_logged_once_with_reason(service: Any, monkeypatch: Any) -> None:
     logged: list[Any] = []
     monkeypatch.setattr("foreshock.server.endpoint.log.warning", lambda *args, **fields: logged.append((args, fields)))
 
@@ -147,7 +145,7 @@ def peak_bytes(pid: int) -> int:
 
 @pytest.mark.full
 @pytest.mark.promise("S5")
-def test_no_small_body_takes_much_memory(tmp_path: Path) -> None:
+def test_small_body_never_takes_much_memory(tmp_path: Path) -> None:
     with LiveService(tmp_path) as service, service.client() as client:
         for name, events in BOMBS.items():
             body = BEFORE + events + b"]}"
@@ -195,7 +193,7 @@ def asked(url: str, target: str) -> tuple[int, bytes]:
 
 
 @pytest.mark.promise("S14")
-def test_no_spelling_of_a_path_leads_to_a_file(live_service: LiveService) -> None:
+def test_path_traversal_never_reaches_a_file(live_service: LiveService) -> None:
     for target in WAYS:
         status, answer = asked(live_service.url, target)
         assert status in (400, 404, 422), target  # 422: a NUL in it
@@ -204,7 +202,7 @@ def test_no_spelling_of_a_path_leads_to_a_file(live_service: LiveService) -> Non
 
 
 @pytest.mark.promise("S14")
-async def test_a_run_named_like_a_path_is_a_row_and_no_file(service: Any, tmp_path: Path) -> None:
+async def test_run_named_like_a_path_creates_no_file(service: Any, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     for name in ("../../escape", "/etc/passwd", "a/../../b", "....//c"):
         rank = FakeRank(run=name)

@@ -18,7 +18,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from prometheus_client.registry import Collector
 from sqlalchemy import event
-from tests.server.scraped import Shown, runs_of, series_of, shown
+from tests.server.scrapes import Shown, runs_of, series_of, shown
 
 from foreshock.contract.metrics import metric as labels
 from foreshock.contract.metrics.catalog import METRICS
@@ -43,7 +43,7 @@ async def a_full_run(service: Any, run: str = "run-1", layers: int = 2) -> FakeR
 
 
 @pytest.mark.promise("S15")
-async def test_metrics_parse_in_both_formats_with_the_right_content_type(service: Any) -> None:
+async def test_metrics_parse_in_both_formats_with_correct_content_type(service: Any) -> None:
     await a_full_run(service)
     plain = await service.client.get("/metrics")
     assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
@@ -59,7 +59,7 @@ async def test_metrics_parse_in_both_formats_with_the_right_content_type(service
     }
 
 
-async def test_a_warning_its_forecast_and_the_agents_losses_are_shown(service: Any) -> None:
+async def test_metrics_show_warning_forecast_and_dropped_events(service: Any) -> None:
     rank = await a_full_run(service)
     shown = series_of((await service.client.get("/metrics")).text)
     where = ("head=2", "layer=0", "run=run-1")
@@ -76,7 +76,7 @@ async def test_a_warning_its_forecast_and_the_agents_losses_are_shown(service: A
 
 
 @pytest.mark.promise("S6")
-async def test_strangers_methods_paths_and_names_make_no_series(service: Any) -> None:
+async def test_unknown_methods_paths_and_names_create_no_series(service: Any) -> None:
     before = set(series_of((await service.client.get("/metrics")).text))
     for i in range(50):
         await service.client.request(f"M{i}", f"/p{i}?q{i}=1", headers={f"x-{i}": "1"})
@@ -87,7 +87,7 @@ async def test_strangers_methods_paths_and_names_make_no_series(service: Any) ->
 
 
 @pytest.mark.settings(finished_run_seconds=3600.0)
-async def test_a_finished_run_leaves_after_its_time(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_finished_run_leaves_metrics_after_configured_time(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = await a_full_run(service)
     await service.store(rank, Finished(step=1, unix_seconds=1.0, status="completed"))
     shown = series_of((await service.client.get("/metrics")).text)
@@ -100,7 +100,7 @@ async def test_a_finished_run_leaves_after_its_time(service: Any, monkeypatch: p
 
 @pytest.mark.promise("S4")
 @pytest.mark.settings(metrics_seconds=60.0)
-async def test_scrapers_that_come_within_a_second_share_one_snapshot(service: Any) -> None:
+async def test_concurrent_scrapes_share_one_snapshot(service: Any) -> None:
     exposer, taken = service.app.state.exposer, []
     take = exposer._take
 
@@ -119,7 +119,9 @@ async def test_scrapers_that_come_within_a_second_share_one_snapshot(service: An
 
 
 @pytest.mark.settings(silent_run_seconds=1000000000000.0)
-async def test_heartbeats_are_words_of_a_run_and_no_steps(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_heartbeat_updates_last_step_time_only_if_step_advances(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = [5_000.0]
     monkeypatch.setattr("foreshock.server.recorder.time.time", lambda: clock[0])
 
@@ -147,7 +149,7 @@ async def test_heartbeats_are_words_of_a_run_and_no_steps(service: Any, monkeypa
 
 
 @pytest.mark.promise("A11")
-async def test_steps_that_a_loss_scaler_skips_are_told_from_those_with_a_broken_loss(service: Any) -> None:
+async def test_steps_skipped_by_loss_scaler_are_not_counted_as_nonfinite(service: Any) -> None:
     """Gradients overflow beside a finite loss in steps that are skipped; a run that tells no loss has its gradients."""
     told: dict[str, dict[str, Any]] = {
         "skipped": {"loss": 2.5, "grad_norm": math.inf, "grad_norm_nonfinite_steps": 7},
@@ -195,7 +197,7 @@ async def values_of(service: Any, run: str = "run-1") -> dict[str, set[float]]:
 
 
 @pytest.mark.promise("S25")
-async def test_what_was_measured_once_is_in_every_scrape_from_then_on(service: Any, rank: FakeRank) -> None:
+async def test_value_measured_once_stays_in_every_later_scrape(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(), sample(rank, 1))
     unmeasured = before = await values_of(service)
     for step, rare in enumerate(sorted(RARE, key=lambda name: name != "states"), 2):  # each in a sample of its own,
@@ -219,7 +221,7 @@ async def test_what_was_measured_once_is_in_every_scrape_from_then_on(service: A
 
 
 @given(st.lists(st.sets(st.sampled_from(RARE)), min_size=1, max_size=5))
-def test_which_samples_measured_what_does_not_depend_on_their_order_of_arrival(measured: list[set[str]]) -> None:
+def test_last_measured_steps_do_not_depend_on_arrival_order(measured: list[set[str]]) -> None:
     rank = FakeRank(layers=1, heads=(0,))
     sent = [sample(rank, step, *rare) for step, rare in enumerate(measured, 1)]
     left = set()
@@ -238,7 +240,7 @@ def test_which_samples_measured_what_does_not_depend_on_their_order_of_arrival(m
 
 
 @pytest.mark.promise("S15")
-async def test_only_runs_that_changed_are_read_again_for_a_scrape(service: Any) -> None:
+async def test_scrape_rereads_only_changed_runs(service: Any) -> None:
     ranks = [FakeRank(run=f"run-{number}") for number in range(6)]
     for rank in ranks:
         await service.store(rank, rank.started(), rank.sample(1))
@@ -268,7 +270,7 @@ async def test_only_runs_that_changed_are_read_again_for_a_scrape(service: Any) 
 
 
 @pytest.mark.promise("S6")
-def test_a_tenant_with_many_runs_takes_no_series_from_another_that_came_later(play: Any) -> None:
+def test_tenant_with_many_runs_does_not_displace_series_of_another(play: Any) -> None:
     crowd, other = "crowd-secret-of-one", "other-secret-of-two"
     tokens = (
         Token.of("crowd", crowd, ("ingest",), "crowd/"),
@@ -296,7 +298,7 @@ def test_a_tenant_with_many_runs_takes_no_series_from_another_that_came_later(pl
 
 
 @pytest.mark.promise("S4")
-async def test_a_scrape_takes_as_many_queries_for_thirty_runs_as_for_three(service: Any) -> None:
+async def test_queries_per_scrape_do_not_grow_with_number_of_runs(service: Any) -> None:
     exposer, statements = service.app.state.exposer, list[str]()
     take = exposer._take
 
@@ -321,7 +323,7 @@ async def test_a_scrape_takes_as_many_queries_for_thirty_runs_as_for_three(servi
 
 
 @pytest.mark.promise("S6")
-def test_the_budget_cuts_a_run_at_the_same_place_in_whatever_order_its_past_arrived(play: Any) -> None:
+def test_order_of_series_does_not_depend_on_arrival_order(play: Any) -> None:
     orders: list[list[tuple[str, str]]] = []
 
     async def story(service: Any) -> None:
@@ -356,7 +358,7 @@ def runs_series(found: Shown) -> list[str]:
 
 @pytest.mark.promise("S6")
 @pytest.mark.settings(max_series=1100)
-async def test_warnings_state_and_step_of_every_run_are_shown_before_any_head(service: Any) -> None:
+async def test_warning_state_and_step_of_every_run_precede_head_series(service: Any) -> None:
     names = {f"run-{number:03}" for number in range(40)}
     each = 0
     for name in sorted(names):
@@ -372,7 +374,7 @@ async def test_warnings_state_and_step_of_every_run_are_shown_before_any_head(se
 
 
 @pytest.mark.promise("S6")
-async def test_free_text_of_an_agent_becomes_no_label(service: Any) -> None:
+async def test_free_text_from_agent_never_becomes_a_label(service: Any) -> None:
     rank = FakeRank(run="noisy")
     await service.store(rank, rank.started(), rank.sample(1))
     before = len(await shown(service))
@@ -404,7 +406,7 @@ async def test_free_text_of_an_agent_becomes_no_label(service: Any) -> None:
 
 
 @pytest.mark.promise("S6")
-async def test_labels_of_a_run_are_few_and_short_and_stay_out_of_the_metrics(service: Any, rank: FakeRank) -> None:
+async def test_run_labels_are_limited_and_not_exported(service: Any, rank: FakeRank) -> None:
     started = rank.started().model_dump(mode="json")
     for wrong in ({f"l{i}": "x" for i in range(33)}, {"l": "x" * 257}, {"l l": "x"}, {"<b>": "x"}, {"l": 1}):
         body = {"wire": 1, "run": "run-1", "rank": 0, "boot": "b1", "sequence": 1}
@@ -468,7 +470,7 @@ def tables_of(reading: Reading, worst: int) -> tuple[set[Line], list[Line]]:
     heads=st.integers(1, 5),
     worst=st.sampled_from([0, 1, 3, 100]),
 )
-def test_the_worst_head_stands_for_its_layer_and_the_worst_of_all_are_shown_one_by_one(
+def test_layer_series_show_worst_head_and_worst_heads_have_own_series(
     seed: int, layers: int, heads: int, worst: int
 ) -> None:
     own = reading("run-1", layers, heads, np.random.default_rng(seed))
@@ -487,7 +489,7 @@ texts = st.text(st.characters(codec="utf-8"), max_size=8)
 @pytest.mark.promise("S15")
 @pytest.mark.parametrize("accept", FORMATS)
 @given(data=st.data())
-def test_every_label_and_number_is_written_as_the_client_library_writes_it(accept: str, data: Any) -> None:
+def test_labels_and_numbers_are_formatted_like_prometheus_client(accept: str, data: Any) -> None:
     metric = data.draw(st.sampled_from(METRICS))
     rows = data.draw(st.dictionaries(st.tuples(*(texts for _ in metric.labels)), st.floats(), min_size=1, max_size=3))
     made = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily

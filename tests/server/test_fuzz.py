@@ -213,7 +213,7 @@ def requests(draw: st.DrawFn, fuzzed: Fuzzed) -> tuple[str, str, bytes | None]:
 
 @pytest.mark.full
 @pytest.mark.promise("S5")
-def test_no_request_made_from_the_document_breaks_the_service(fuzzed: Fuzzed, many: settings) -> None:
+def test_no_request_from_openapi_document_breaks_the_service(fuzzed: Fuzzed, many: settings) -> None:
     @many
     @given(requests(fuzzed))
     def case(request: tuple[str, str, bytes | None]) -> None:
@@ -344,7 +344,7 @@ def headers() -> st.SearchStrategy[dict[str, str]]:
 
 @pytest.mark.full
 @pytest.mark.promise("S5")
-def test_whatever_the_wire_brings_every_reader_goes_on(fuzzed: Fuzzed, many: settings) -> None:
+def test_no_mutated_batch_breaks_any_reader(fuzzed: Fuzzed, many: settings) -> None:
     answers: Counter[int] = Counter()
 
     @many
@@ -371,7 +371,7 @@ def test_whatever_the_wire_brings_every_reader_goes_on(fuzzed: Fuzzed, many: set
 
 
 @pytest.mark.promise("S5")
-def test_no_method_or_header_breaks_any_address(fuzzed: Fuzzed, many: settings) -> None:
+def test_no_method_or_header_breaks_any_route(fuzzed: Fuzzed, many: settings) -> None:
     methods = st.sampled_from(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "FOO"])
 
     @many

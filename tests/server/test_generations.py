@@ -147,9 +147,7 @@ def seen_after(
         for seed in range(2)
     ],
 )
-def test_in_any_order_repetition_and_interleaving_a_resumed_run_is_what_its_last_life_makes_it(
-    player: Any, name: str, seed: int
-) -> None:
+def test_resumed_run_matches_its_last_launch_for_any_order_of_batches(player: Any, name: str, seed: int) -> None:
     lives, draw = RUNS[name], random.Random(f"{name} {seed}")
     finished = bool(seed % 2)
     made = [batches_of(life, n, last=n == len(lives) - 1, finished=finished) for n, life in enumerate(lives)]
@@ -187,7 +185,7 @@ def test_in_any_order_repetition_and_interleaving_a_resumed_run_is_what_its_last
 
 
 @pytest.mark.parametrize("left", [1, 2])
-async def test_a_rank_that_is_not_launched_again_counts_no_more_until_it_speaks(
+async def test_rank_missing_after_restart_is_excluded_until_it_reports(
     service: Any, monkeypatch: pytest.MonkeyPatch, left: int
 ) -> None:
     """The number of ranks stays, so only silence tells that one of them is gone."""

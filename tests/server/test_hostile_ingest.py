@@ -237,7 +237,7 @@ async def others(url: str, rounds: int) -> list[tuple[str, int, str]]:
 @pytest.mark.full
 @pytest.mark.promise("S4")
 @pytest.mark.promise("S12")
-def test_nobody_else_is_answered_otherwise_while_a_token_that_may_only_ingest_attacks(
+def test_attack_with_ingest_token_changes_no_response_of_other_clients(
     tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
 ) -> None:
     rounds = sizes("hostile_rounds", quick=1, long=40)

@@ -21,7 +21,7 @@ async def incidents(service: Any, run: str = "run-1") -> list[dict[str, Any]]:
     return found
 
 
-async def test_the_log_tells_of_a_flood_once_and_again_only_when_it_turns_worse_or_grows_tenfold(service: Any) -> None:
+async def test_event_log_repeats_incident_only_when_worse_or_much_larger(service: Any) -> None:
     rank = FakeRank(layers=12, heads=HEADS)
     await service.store(rank, rank.started(policy="observe"), rank.sample(10))
     for layer in range(12):
@@ -40,7 +40,7 @@ async def test_the_log_tells_of_a_flood_once_and_again_only_when_it_turns_worse_
     assert row["incidents"] == [short]
 
 
-async def test_an_incident_is_acknowledged_switched_verified_and_closed(service: Any, rank: FakeRank) -> None:
+async def test_incident_is_acknowledged_switched_and_closed(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(policy="observe"), rank.sample(5), rank.verdict(5))
     assert [i["state"] for i in await incidents(service)] == ["open"]
     care = {"who": "ann", "reason": "on it", "incident": "rounding"}
@@ -76,7 +76,7 @@ async def test_an_incident_is_acknowledged_switched_verified_and_closed(service:
 
 
 @pytest.mark.promise("S27")
-async def test_a_warning_of_a_rank_that_a_resumed_run_no_longer_has_is_in_no_incident(service: Any) -> None:
+async def test_warning_of_rank_dropped_by_resume_is_in_no_incident(service: Any) -> None:
     first, second = (FakeRank(rank=rank, boot="b1") for rank in range(2))
     for rank in (first, second):
         await service.store(rank, rank.started(world_size=2), rank.sample(10, since=0))
@@ -87,7 +87,7 @@ async def test_a_warning_of_a_rank_that_a_resumed_run_no_longer_has_is_in_no_inc
     assert await incidents(service) == []
 
 
-async def test_metrics_show_one_series_for_a_run_and_cause(service: Any) -> None:
+async def test_metrics_have_one_series_per_run_and_cause(service: Any) -> None:
     rank = FakeRank(layers=3, heads=HEADS)
     await service.store(rank, rank.started(policy="approve"), rank.sample(10))
     told = [rank.verdict(20, layer=layer, head=h, name=f"l{layer}h{h}") for layer in range(3) for h in HEADS]
@@ -113,9 +113,7 @@ async def test_metrics_show_one_series_for_a_run_and_cause(service: Any) -> None
     assert "Type: foreshock switch run-1 --mode exact_delta" in rounding  # no proposal waits yet
 
 
-async def test_what_a_later_sample_shows_of_a_mode_counts_more_than_an_order_before_it(
-    service: Any, rank: FakeRank
-) -> None:
+async def test_later_sample_overrides_mode_of_earlier_switch(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(policy="observe"), rank.sample(5), rank.verdict(5))
     await service.store(rank, local("applied", step=5))
     assert [one["state"] for one in await incidents(service)] == ["switched"]
@@ -123,7 +121,7 @@ async def test_what_a_later_sample_shows_of_a_mode_counts_more_than_an_order_bef
     assert [one["state"] for one in await incidents(service)] == ["open"]
 
 
-async def test_an_incident_that_turns_milder_is_no_news(service: Any, rank: FakeRank) -> None:
+async def test_milder_incident_is_not_logged_again(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(policy="observe"), rank.sample(5), rank.verdict(5, severity="critical"))
     await service.store(rank, rank.verdict(6, state="updated", severity="warning"))
     assert [one["severity"] for one in await incidents(service)] == ["warning"]
@@ -131,7 +129,7 @@ async def test_an_incident_that_turns_milder_is_no_news(service: Any, rank: Fake
     assert [event["incident"]["severity"] for event in said] == ["critical"]
 
 
-async def test_a_mitigation_that_the_training_took_away_itself_may_be_given_again(service: Any, rank: FakeRank) -> None:
+async def test_mitigation_reverted_by_training_may_be_ordered_again(service: Any, rank: FakeRank) -> None:
     """Unlike one that a person took away by an order."""
     await service.store(rank, rank.started(policy="auto"), rank.sample(5), rank.verdict(5))
     back = local("applied", "local-2", 6, after="plain", verdict=None)
@@ -152,7 +150,7 @@ async def log_of(service: Any) -> list[tuple[str, str]]:
     return [(each["incident"]["cause"], each["incident"]["state"]) for each in reversed(events)]
 
 
-async def test_a_corrected_cause_leaves_one_incident_that_says_so_and_growth_that_comes_later_joins_it(
+async def test_corrected_cause_keeps_one_incident_that_later_growth_joins(
     service: Any,
 ) -> None:
     out, rank = Out(), FakeRank(heads=(0, 1, 2))
@@ -197,7 +195,7 @@ def checkpoint(step: int, *, requested: bool = False) -> Checkpoint:
     return Checkpoint(step=step, path=f"out/checkpoint-{step}", trainer="transformers", requested=requested)
 
 
-async def test_the_plan_names_the_last_clean_checkpoint_and_the_log_tells_of_each(service: Any, rank: FakeRank) -> None:
+async def test_resume_plan_names_last_clean_checkpoint_and_log_lists_each(service: Any, rank: FakeRank) -> None:
     await start(service, rank, policy="observe")
     assert "need not be resumed" in (await service.get(PLAN))["sentence"]
     await service.store(rank, checkpoint(10), rank.verdict(20), checkpoint(25, requested=True))
@@ -212,7 +210,7 @@ async def test_the_plan_names_the_last_clean_checkpoint_and_the_log_tells_of_eac
     assert event["sentence"] == ("Checkpoint of step 25: out/checkpoint-25. foreshock asked for it at a warning.")
 
 
-async def test_checkpoints_of_steps_that_a_resumed_run_makes_again_are_left_out(service: Any) -> None:
+async def test_resume_plan_excludes_checkpoints_after_the_resume_step(service: Any) -> None:
     first = FakeRank()
     await start(service, first, policy="observe")
     await service.store(first, checkpoint(10), checkpoint(30), first.verdict(35))
@@ -221,7 +219,7 @@ async def test_checkpoints_of_steps_that_a_resumed_run_makes_again_are_left_out(
     assert [one["step"] for one in (await service.get(PLAN))["checkpoints"]] == [10]
 
 
-async def test_the_log_tells_of_a_switch_that_two_ranks_made_in_different_steps(service: Any) -> None:
+async def test_incident_is_switched_once_when_ranks_switch_at_different_steps(service: Any) -> None:
     ranks = FakeRank(rank=0), FakeRank(rank=1)
     await start(service, *ranks, policy="approve")
     for rank in ranks:

@@ -32,9 +32,7 @@ EIGHTHS = st.integers(0, 80).map(lambda n: n / 8)
 
 
 @given(rate=st.sampled_from([0.5, 1.0, 4.0]), burst=st.integers(1, 6), pauses=st.lists(EIGHTHS, max_size=40))
-def test_in_no_span_of_time_is_more_taken_than_a_burst_and_what_flowed_in_since(
-    rate: float, burst: int, pauses: Sequence[float]
-) -> None:
+def test_bucket_never_grants_more_than_burst_plus_refill(rate: float, burst: int, pauses: Sequence[float]) -> None:
     buckets, now, taken = Buckets(rate, burst), 0.0, []
     for pause in pauses:
         now += pause
@@ -46,9 +44,7 @@ def test_in_no_span_of_time_is_more_taken_than_a_burst_and_what_flowed_in_since(
 
 
 @given(rate=st.sampled_from([0.5, 1.0, 4.0]), burst=st.integers(1, 6), pauses=st.lists(EIGHTHS, max_size=40))
-def test_who_waits_as_long_as_told_gets_one_and_who_waits_less_gets_none(
-    rate: float, burst: int, pauses: Sequence[float]
-) -> None:
+def test_bucket_grants_after_the_returned_wait_and_not_before(rate: float, burst: int, pauses: Sequence[float]) -> None:
     buckets, now = Buckets(rate, burst), 0.0
     for pause in pauses:
         now += pause
@@ -58,7 +54,7 @@ def test_who_waits_as_long_as_told_gets_one_and_who_waits_less_gets_none(
             now += wait
 
 
-def test_callers_have_buckets_of_their_own_of_which_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_have_separate_buckets_and_the_oldest_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_MAX_BUCKETS", 3)
     buckets = Buckets(1.0, 1)
     assert [buckets.take(who, 0.0) for who in "abab"] == [0, 0, 1, 1]
@@ -66,7 +62,7 @@ def test_callers_have_buckets_of_their_own_of_which_the_oldest_are_forgotten(mon
 
 
 @given(seconds=st.floats(0, 1000))
-def test_clients_are_told_to_come_back_no_sooner_than_asked_and_within_twice_the_time(seconds: float) -> None:
+def test_retry_after_is_between_requested_and_twice_the_time(seconds: float) -> None:
     told = int(retry_after(seconds)["retry-after"])
     assert max(1, seconds) <= told <= max(1, 2 * seconds + 1)
 
@@ -75,7 +71,7 @@ def test_clients_are_told_to_come_back_no_sooner_than_asked_and_within_twice_the
     ("said", "length"),
     [("0", 0), ("12", 12), ("", 0), ("-5", 0), ("1e3", 0), ("\u00b2", 0), ("9" * 15, 10**15 - 1), ("9" * 16, 0)],
 )
-def test_a_length_is_read_where_it_is_a_plain_number_of_a_sane_size(said: str, length: int) -> None:
+def test_content_length_is_parsed_only_if_it_is_a_plain_number(said: str, length: int) -> None:
     assert length_of(Headers({"content-length": said})) == length
 
 
@@ -84,7 +80,7 @@ def body(size: int) -> Headers:
 
 
 @pytest.mark.promise("S19")
-def test_a_body_that_announces_no_length_counts_as_the_largest() -> None:
+def test_body_without_length_counts_as_maximum_size() -> None:
     shares = ConcurrencyLimit(24, body_bytes=100, max_bytes=80)
     with shares.take("a", Headers({"transfer-encoding": "chunked"}), known=True):
         with shares.take("a", body(20), known=True):
@@ -99,7 +95,7 @@ def test_a_body_that_announces_no_length_counts_as_the_largest() -> None:
     requests=st.integers(1, 24),
     most=st.sampled_from([50, 100]),
 )
-def test_whatever_is_refused_or_ends_leaves_every_caller_its_whole_share(
+def test_concurrency_limit_matches_reference_and_releases_every_share(
     callers: list[tuple[str, int, bool]], requests: int, most: int
 ) -> None:
     shares = ConcurrencyLimit(requests, body_bytes=most, max_bytes=80)
@@ -154,7 +150,7 @@ def ended(connection: socket.socket) -> bool:
 @pytest.mark.full
 @pytest.mark.promise("S19")
 @pytest.mark.parametrize("packet", [b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 20, b"nothing that is HTTP\r\n\r\n"])
-def test_a_strangers_packets_write_next_to_nothing_into_the_log(tmp_path: Path, packet: bytes) -> None:
+def test_unauthenticated_packets_write_little_to_the_log(tmp_path: Path, packet: bytes) -> None:
     with LiveService(tmp_path, {"FORESHOCK_TOKEN": SECRET}) as service:
         before = (tmp_path / "service.log").stat().st_size
         for _ in range(100):
@@ -169,7 +165,7 @@ def test_a_strangers_packets_write_next_to_nothing_into_the_log(tmp_path: Path, 
 
 
 @pytest.mark.promise("S4")
-def test_a_deadline_holds_for_every_request_of_a_connection_and_not_between_them(tmp_path: Path) -> None:
+def test_deadline_applies_to_each_request_and_not_to_the_connection(tmp_path: Path) -> None:
     whole = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer " + SECRET.encode() + b"\r\n\r\n"
     with LiveService(tmp_path, FEW, **SOON) as service, ExitStack() as opened:
         connections = [opened.enter_context(connected(service)) for _ in SILENT]
@@ -188,7 +184,7 @@ def test_a_deadline_holds_for_every_request_of_a_connection_and_not_between_them
 
 
 @pytest.mark.promise("S4")
-def test_health_and_ranks_are_answered_beside_more_silent_connections_than_a_shell_lets_a_process_open_files(
+def test_many_silent_connections_do_not_block_health_checks_and_ingest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (256, 4096))
@@ -205,7 +201,7 @@ def test_health_and_ranks_are_answered_beside_more_silent_connections_than_a_she
 
 
 @pytest.mark.promise("S5")
-def test_headers_without_an_end_are_refused_before_they_fill_the_memory(tmp_path: Path) -> None:
+def test_endless_headers_are_refused_before_they_fill_memory(tmp_path: Path) -> None:
     with LiveService(tmp_path, FEW, **SOON) as service, connected(service) as connection:
         connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n")
         sent, began = 0, time.monotonic()
@@ -222,7 +218,7 @@ def test_headers_without_an_end_are_refused_before_they_fill_the_memory(tmp_path
 
 @pytest.mark.promise("S19")
 @pytest.mark.settings(token=SECRET)
-async def test_no_address_but_the_login_reads_a_strangers_body(service: Any) -> None:
+async def test_only_login_reads_body_of_unauthenticated_request(service: Any) -> None:
     read = False
 
     async def body() -> AsyncIterator[bytes]:
@@ -243,7 +239,7 @@ async def test_no_address_but_the_login_reads_a_strangers_body(service: Any) -> 
 @pytest.mark.promise("S5")
 @pytest.mark.parametrize("with_length", [True, False])
 @pytest.mark.settings(token=SECRET)
-async def test_no_more_than_64_kib_of_a_strangers_body_is_read(service: Any, with_length: bool) -> None:
+async def test_at_most_64_kib_of_unauthenticated_body_is_read(service: Any, with_length: bool) -> None:
     taken = 0
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -268,7 +264,7 @@ async def attempt(service: Any, address: str, secret: str) -> httpx.Response:
 
 @pytest.mark.promise("S7")
 @pytest.mark.settings(token=SECRET, trusted_proxies=("127.0.0.1",))
-async def test_guesses_of_one_address_are_limited_and_others_still_log_in(service: Any) -> None:
+async def test_login_attempts_are_limited_per_address(service: Any) -> None:
     answers = [await attempt(service, "203.0.113.9", f"guess-{number}") for number in range(40)]
     assert [answer.status_code for answer in answers[:5]] == [401] * 5
     refused = [answer for answer in answers if answer.status_code == 429]
@@ -280,7 +276,7 @@ async def test_guesses_of_one_address_are_limited_and_others_still_log_in(servic
 
 @pytest.mark.promise("S7")
 @pytest.mark.settings(token=SECRET, trusted_proxies=("127.0.0.1",))
-async def test_a_flood_of_guesses_locks_out_nobody_elsewhere_and_does_not_fill_the_log(service: Any) -> None:
+async def test_distributed_guessing_locks_out_nobody_and_does_not_flood_the_log(service: Any) -> None:
     """The guesses come from many addresses, and from many of the one IPv6 network that a single host has."""
 
     async def status(address: str, secret: str) -> int:
@@ -298,7 +294,7 @@ async def test_a_flood_of_guesses_locks_out_nobody_elsewhere_and_does_not_fill_t
 
 
 @pytest.mark.promise("S7")
-def test_refused_secrets_are_counted_and_the_log_names_where_they_came_from(play: Any) -> None:
+def test_refused_credentials_are_counted_and_logged_with_address(play: Any) -> None:
     async def story(service: Any) -> None:
         async def ask(method: str, path: str, address: str, **more: Any) -> int:
             headers = {"x-forwarded-for": address} | more.pop("headers", {})
@@ -328,7 +324,7 @@ def test_refused_secrets_are_counted_and_the_log_names_where_they_came_from(play
 
 @pytest.mark.promise("S20")
 @pytest.mark.parametrize("path", ["/v1/runs/a%00b", "/v1/commands/a%00b", "/v1/runs?cursor=%00"])
-async def test_a_nul_in_an_address_is_refused(service: Any, path: str) -> None:
+async def test_nul_in_url_is_refused(service: Any, path: str) -> None:
     answer = await service.client.get(path)
     assert (answer.status_code, "NUL" in answer.text) == (422, True)
 
@@ -360,9 +356,7 @@ def with_one(odd: str, value: Any) -> Iterator[Any]:
 
 @pytest.mark.promise("S20")
 @pytest.mark.parametrize(("odd", "word"), [(HALF, "surrogate"), (NUL, "NUL")])
-async def test_what_no_store_can_hold_is_refused_in_every_text_that_is_sent(
-    service: Any, rank: FakeRank, odd: str, word: str
-) -> None:
+async def test_unstorable_text_is_refused_in_every_field(service: Any, rank: FakeRank, odd: str, word: str) -> None:
     posts = {path for path, item in service.app.openapi()["paths"].items() if {"post", "patch"} & item.keys()}
     known = {path.replace("/run-1", "/{run}").replace("/c/", "/{command}/") for path in TEXTS}
     assert posts - known == {"/v1/batches", "/v1/logout", "/v1/commands/{command}/{how}"}
@@ -387,7 +381,7 @@ def record(message: str) -> logging.LogRecord:
     return logging.LogRecord("uvicorn.error", logging.WARNING, "", 0, message, None, None)
 
 
-async def test_a_message_is_logged_once_in_ten_seconds_and_the_metrics_count_those_left_out(service: Any) -> None:
+async def test_repeated_log_message_is_suppressed_and_counted_in_metrics(service: Any) -> None:
     now, before = 0.0, lines["left out"]
     seldom = Seldom(lambda: now)
     assert [seldom.filter(record("bad")) for _ in range(5)] == [True, False, False, False, False]

@@ -55,9 +55,7 @@ samples = st.builds(
 
 
 @given(sample=samples, cut=st.integers(0, 2**16))
-def test_a_sample_comes_back_to_the_bit_and_one_that_is_torn_gives_nothing_that_was_not_sent(
-    sample: Sample, cut: int
-) -> None:
+def test_sample_round_trips_exactly_and_truncated_blob_yields_no_wrong_data(sample: Sample, cut: int) -> None:
     row = pack_sample(sample)
     assert not any(isinstance(value, float) and math.isnan(value) for value in row.values()), "no NaN in a column"
     sent = {name: array.raw for name in SENT if (array := getattr(sample, name)) is not None}
@@ -79,7 +77,7 @@ one_ranks_numbers = st.fixed_dictionaries(
 
 
 @given(parts=st.lists(one_ranks_numbers, min_size=1, max_size=6))
-def test_a_run_s_number_is_the_mean_or_the_extreme_of_the_ranks_that_sent_it(
+def test_run_scalar_is_mean_or_extreme_of_reporting_ranks(
     parts: list[dict[str, float | None]],
 ) -> None:
     merged = merge_scalars(parts)
@@ -97,7 +95,7 @@ def test_a_run_s_number_is_the_mean_or_the_extreme_of_the_ranks_that_sent_it(
             assert found == (min(sent) if RULES.get(name) == "min" else max(sent))
 
 
-async def test_ranks_merge_exactly_as_the_contract_says_and_absent_heads_are_not_zero(service: Any) -> None:
+async def test_ranks_merge_as_the_contract_says_and_missing_heads_are_not_zero(service: Any) -> None:
     first, second, other = FakeRank(rank=0), FakeRank(rank=1), FakeRank(rank=2, heads=(3, 4))
     for rank in (other, second, first):
         await service.store(rank, rank.started())
@@ -120,7 +118,7 @@ async def test_ranks_merge_exactly_as_the_contract_says_and_absent_heads_are_not
     assert (await service.get("/v1/runs/run-1"))["last_step"] == 20, "the newest reading waits for ranks that lag"
 
 
-async def test_what_is_not_finite_arrives_and_is_shown(service: Any, rank: FakeRank) -> None:
+async def test_nonfinite_loss_is_stored_and_shown(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(), rank.sample(1, loss=math.inf), rank.sample(2, loss=math.nan))
     [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss"))["lines"]
     assert line["last"] == ["Infinity", "NaN"]
@@ -128,9 +126,7 @@ async def test_what_is_not_finite_arrives_and_is_shown(service: Any, rank: FakeR
     assert 'foreshock_run_loss{run="run-1"} NaN' in metrics
 
 
-async def test_samples_without_arrays_or_start_are_stored_and_read_once_the_start_arrives(
-    service: Any, rank: FakeRank
-) -> None:
+async def test_samples_become_readable_when_the_start_event_arrives(service: Any, rank: FakeRank) -> None:
     await service.post(rank.batch(rank.sample(5), sequence=2))
     bare = Sample(step=6, since_step=5, unix_seconds=0.0, query_norm=Array.of(np.ones(6, dtype=np.float32)))
     await service.post(rank.batch(bare, sequence=3))
@@ -142,7 +138,7 @@ async def test_samples_without_arrays_or_start_are_stored_and_read_once_the_star
     assert unseen["values"] == [[None] * 3] * 2
 
 
-async def test_of_many_ranks_only_the_samples_of_a_step_are_in_memory_together(service: Service) -> None:
+async def test_merging_many_ranks_never_loads_all_samples_at_once(service: Service) -> None:
     ranks, steps = 32, range(1, 17)
     for number in range(ranks):
         rank = FakeRank(rank=number, layers=4, heads=range(8))

@@ -50,7 +50,7 @@ async def notifier_of(service: Any, out: Out, gather: float = 0.0) -> Notifier:
     return notifier
 
 
-async def test_growth_alone_is_no_news_and_every_change_of_state_is_told_once_in_a_short_message(service: Any) -> None:
+async def test_incident_changes_are_sent_once_each_but_growth_in_heads_is_not(service: Any) -> None:
     out, rank = Out(), FakeRank(layers=12, heads=tuple(range(12)))
     notifier = await notifier_of(service, out)
     await service.store(rank, rank.started(policy="observe"), rank.sample(1), rank.verdict(1, name="first"))
@@ -73,7 +73,7 @@ async def test_growth_alone_is_no_news_and_every_change_of_state_is_told_once_in
     assert out.said[1].endswith("https://foreshock.example.org/?runs=run-1&head=0.2&metric=head.score_offset")
 
 
-async def test_news_wait_for_what_comes_with_them(service: Any) -> None:
+async def test_notification_waits_for_the_gather_time(service: Any) -> None:
     out, rank = Out(), FakeRank()
     notifier = await notifier_of(service, out, gather=60.0)
     await service.store(rank, rank.started(), rank.verdict(5))
@@ -84,7 +84,7 @@ async def test_news_wait_for_what_comes_with_them(service: Any) -> None:
     assert len(out.said) == 1
 
 
-async def test_two_hundred_runs_that_fall_silent_together_are_at_most_two_messages_and_told_once(service: Any) -> None:
+async def test_many_silent_runs_are_reported_once_in_one_message(service: Any) -> None:
     out, now = Out(), time.time()
     notifier = await notifier_of(service, out, gather=5.0)
     for number in range(200):
@@ -106,7 +106,7 @@ async def test_two_hundred_runs_that_fall_silent_together_are_at_most_two_messag
     assert len(message) < LONGEST
 
 
-async def test_a_run_that_falls_silent_is_told_after_a_clock_was_a_day_ahead_and_is_set_right(
+async def test_silent_run_is_reported_after_forward_clock_jump_is_corrected(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a machine that starts with a wrong clock: until that day came, no run was silent, and nobody was told."""
@@ -150,9 +150,7 @@ def of_run(run: str, found: Any, **more: Any) -> str:
 @pytest.mark.parametrize(
     ("cause", "policy", "state", "heads"), list(product(CAUSES, get_args(Policy), STATES, (0, 1, 144)))
 )
-def test_no_message_has_a_hole_and_each_ends_with_where_to_look(
-    cause: Any, policy: Any, state: str, heads: int
-) -> None:
+def test_message_is_complete_and_ends_with_link(cause: Any, policy: Any, state: str, heads: int) -> None:
     for ended in ([], ["gpt2-small/7"]):
         message = of_run("gpt2-small/7", [example(cause, policy, heads, **STATES[state])], ended=ended)
         assert 0 < len(message) <= LONGEST
@@ -160,14 +158,14 @@ def test_no_message_has_a_hole_and_each_ends_with_where_to_look(
         assert message.splitlines()[-1].startswith(f"Evidence and switch: {PAGE}?runs=gpt2-small%2F7")
 
 
-def test_a_fleet_whose_runs_compute_what_is_not_finite_is_not_told_of_heads_that_nobody_warned_about() -> None:
+def test_message_about_nonfinite_run_names_the_whole_run() -> None:
     found = [example("not finite", "auto", 0)]
     [(_, message)] = messages_of({f"sweep/{number}": found for number in range(5)}, {}, "")
     assert message.splitlines()[1] == "sweep/0: critical, not finite, the whole run since step 3,375"
 
 
 @pytest.mark.promise("S24")
-def test_a_switch_that_is_left_to_people_is_told_with_the_command_to_type_unless_the_run_has_ended() -> None:
+def test_message_under_observe_gives_switch_command_unless_run_has_ended() -> None:
     found = [example("rounding", "observe", 1)]
     command = "foreshock switch 'team/run 1' --mode row_corrected --reason \"rounding\""
     assert f"To do: Switch every head to row_corrected. Type: {command}" in of_run("team/run 1", found)
@@ -179,7 +177,7 @@ def test_a_switch_that_is_left_to_people_is_told_with_the_command_to_type_unless
     assert ("The run has ended." in ended, "Type:" in ended) == (True, False)
 
 
-def test_the_message_of_one_silent_run_opens_that_run() -> None:
+def test_message_about_one_silent_run_links_to_that_run() -> None:
     assert silent(["team/run 1"], 5, PAGE).endswith("\nLast steps: https://page.example/?runs=team%2Frun%201")
     assert silent(["a", "b"], 5, PAGE).endswith("\nAll runs: https://page.example/")
 
@@ -187,9 +185,7 @@ def test_the_message_of_one_silent_run_opens_that_run() -> None:
 @pytest.mark.parametrize(
     ("raised", "said", "steps"), [(300, 300, ""), (9000, 9400, "&steps=8000-"), (9000, 12_000, "&steps=3000-")]
 )
-def test_a_message_opens_the_first_head_its_metric_and_the_steps_from_before_its_incident(
-    raised: int, said: int, steps: str
-) -> None:
+def test_message_link_selects_first_head_metric_and_steps_before_incident(raised: int, said: int, steps: str) -> None:
     def verdict(head: int, left: float) -> Verdict:
         fields: Any = {"cause": "score growth", "signal": "score", "sentence": "grows", "forecast_steps": left}
         return Verdict(id=f"w{head}", step=said, state="raised", severity="warning", layer=4, head=head, **fields)
@@ -205,7 +201,7 @@ def test_a_message_opens_the_first_head_its_metric_and_the_steps_from_before_its
     causes=st.lists(st.sampled_from(list(CAUSES)), min_size=1, max_size=3, unique=True),
     words=st.lists(st.text(max_size=600), max_size=9),
 )
-def test_no_message_is_longer_than_people_read_and_each_keeps_its_link(
+def test_message_never_exceeds_length_limit_and_keeps_its_link(
     names: list[str], causes: list[Any], words: list[str]
 ) -> None:
     found = [example(cause, "approve", 45) for cause in causes]

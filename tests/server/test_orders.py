@@ -59,7 +59,7 @@ async def end(service: Any, *ranks: FakeRank, status: Any = "completed") -> None
         ({"extra": 1}, 422),
     ],
 )
-async def test_a_wrong_order_is_refused_and_nothing_goes_out(
+async def test_invalid_order_is_refused_and_not_delivered(
     service: Any, rank: FakeRank, changes: Any, status: int
 ) -> None:
     unknown = await order(service)
@@ -69,7 +69,7 @@ async def test_a_wrong_order_is_refused_and_nothing_goes_out(
     assert (await service.store(rank, rank.sample(1))).commands == ()
 
 
-async def test_an_idempotency_key_orders_once_also_after_the_end_and_refuses_another_order(service: Any) -> None:
+async def test_idempotency_key_orders_once_even_after_run_end_and_rejects_other_order(service: Any) -> None:
     rank = FakeRank(boot="b1")
     await start(service, rank)
     first, second = await order(service, "k1"), await order(service, "k1")
@@ -82,7 +82,7 @@ async def test_an_idempotency_key_orders_once_also_after_the_end_and_refuses_ano
 
 
 @pytest.mark.parametrize("approved", [True, False])
-async def test_what_the_agents_propose_waits_for_one_decision(service: Any, approved: bool) -> None:
+async def test_agent_proposal_waits_for_one_decision(service: Any, approved: bool) -> None:
     first, second = FakeRank(rank=0), FakeRank(rank=1)
     await start(service, first, second, policy="approve")
     await service.store(first, local("proposed"))
@@ -101,7 +101,7 @@ async def test_what_the_agents_propose_waits_for_one_decision(service: Any, appr
 # ---- carried out -----------------------------------------------------------------------------------------------------
 
 
-async def test_an_order_goes_to_every_rank_with_the_head_until_each_has_answered_and_every_step_is_audited(
+async def test_order_is_delivered_until_every_affected_rank_answers_and_is_audited(
     service: Any,
 ) -> None:
     first, second, other = FakeRank(rank=0), FakeRank(rank=1), FakeRank(rank=2, heads=(3, 4))
@@ -144,7 +144,7 @@ async def test_an_order_goes_to_every_rank_with_the_head_until_each_has_answered
         (("dry_run", "dry_run"), "dry_run"),
     ],
 )
-async def test_an_order_ends_as_its_ranks_say(service: Any, outcomes: Any, state: str) -> None:
+async def test_order_state_follows_outcomes_of_ranks(service: Any, outcomes: Any, state: str) -> None:
     ranks = FakeRank(rank=0), FakeRank(rank=1)
     await start(service, *ranks)
     await order(service)
@@ -154,7 +154,7 @@ async def test_an_order_ends_as_its_ranks_say(service: Any, outcomes: Any, state
     assert [one["state"] for one in await commands_of(service)] == [state]
 
 
-async def test_orders_that_fill_more_than_one_acknowledgement_go_out_one_after_another(
+async def test_orders_larger_than_one_acknowledgement_are_sent_in_sequence(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers, most = 2, 8000
@@ -176,7 +176,7 @@ async def test_orders_that_fill_more_than_one_acknowledgement_go_out_one_after_a
     assert obeyed == wanted
 
 
-async def test_an_order_goes_to_who_has_not_said_what_it_holds_and_not_to_who_ended_or_was_replaced(
+async def test_order_reaches_undescribed_rank_but_not_ended_or_replaced_process(
     service: Any,
 ) -> None:
     old, new, gone, unknown = FakeRank(boot="b1"), FakeRank(boot="b2"), FakeRank(rank=1), FakeRank(rank=2)
@@ -192,7 +192,7 @@ async def test_an_order_goes_to_who_has_not_said_what_it_holds_and_not_to_who_en
     assert await state_of(service, command.id) == "applied"
 
 
-async def test_the_answer_of_a_process_that_is_gone_does_not_close_the_order_of_its_successor(service: Any) -> None:
+async def test_late_answer_of_dead_process_does_not_close_order_of_successor(service: Any) -> None:
     """It applied the order and was killed, its answer in its spool; the successor resumed from before the switch."""
     dead, living = FakeRank(boot="b2"), FakeRank(boot="b1")
     await service.store(dead, dead.started(), dead.sample(1), age=100)
@@ -209,7 +209,7 @@ async def test_the_answer_of_a_process_that_is_gone_does_not_close_the_order_of_
     assert (known["state"], [a["step"] for a in known["ranks"]]) == ("applied", [2])
 
 
-async def test_an_order_of_another_kind_goes_to_every_rank_and_is_stored_answered_shown_and_stopped_as_a_switch_is(
+async def test_order_of_other_kind_is_delivered_answered_shown_and_cancelled(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = FakeRank(), FakeRank(rank=1)
@@ -243,7 +243,7 @@ async def test_an_order_of_another_kind_goes_to_every_rank_and_is_stored_answere
     assert {one["verification"] for one in await commands_of(service)} == {None}
 
 
-async def test_a_rank_of_another_run_answers_no_order_of_this_one(service: Any) -> None:
+async def test_answer_from_rank_of_other_run_is_ignored(service: Any) -> None:
     rank, other = FakeRank(), FakeRank(run="run-2")
     await start(service, rank, other)
     command = (await order(service)).json()["id"]
@@ -256,7 +256,7 @@ async def test_a_rank_of_another_run_answers_no_order_of_this_one(service: Any) 
 # ---- stopped and expired ---------------------------------------------------------------------------------------------
 
 
-async def test_a_cancelled_order_goes_to_nobody_new_and_what_ranks_did_before_can_be_undone(service: Any) -> None:
+async def test_cancelled_order_is_not_delivered_further_and_can_be_undone(service: Any) -> None:
     quick, slow, late = FakeRank(rank=0), FakeRank(rank=1), FakeRank(rank=2)
     await start(service, quick, slow, late)
     command = (await order(service)).json()["id"]
@@ -280,7 +280,7 @@ async def test_a_cancelled_order_goes_to_nobody_new_and_what_ranks_did_before_ca
     assert (await act(service, "cmd-nope", "cancel")).status_code == 404
 
 
-async def test_an_order_past_its_expiry_goes_to_nobody_new_and_waits_for_the_answer_that_is_under_way(
+async def test_expired_order_is_not_delivered_further_and_waits_for_pending_answer(
     service: Any,
 ) -> None:
     rank, late = FakeRank(rank=0), FakeRank(rank=1)
@@ -297,7 +297,7 @@ async def test_an_order_past_its_expiry_goes_to_nobody_new_and_waits_for_the_ans
     assert [actor for actor, outcome in await deeds(service, command.id) if outcome == "applied"] == ["rank 0"]
 
 
-async def test_an_order_that_nobody_answers_any_more_says_who_was_silent_and_a_late_answer_still_counts(
+async def test_expired_order_names_silent_ranks_and_accepts_late_answers(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = [FakeRank(rank=number) for number in range(3)]
@@ -317,7 +317,7 @@ async def test_an_order_that_nobody_answers_any_more_says_who_was_silent_and_a_l
     assert [(a["rank"], a["outcome"]) for a in known["ranks"]] == [(0, "applied"), (1, "applied")]
 
 
-async def test_a_switch_of_one_rank_whose_other_ranks_end_is_applied_when_it_expires(service: Any) -> None:
+async def test_rank_switch_is_applied_at_expiry_after_other_ranks_end(service: Any) -> None:
     """Chores run for all runs at once: one order that cannot be closed would stop them all."""
     first, second = FakeRank(rank=0), FakeRank(rank=1)
     await start(service, first, second)
@@ -332,9 +332,7 @@ async def test_a_switch_of_one_rank_whose_other_ranks_end_is_applied_when_it_exp
 
 
 @pytest.mark.parametrize("rejected", [False, True])
-async def test_an_answer_to_an_order_that_nobody_sent_is_stored_like_any_batch(
-    service: Any, rank: FakeRank, rejected: bool
-) -> None:
+async def test_answer_to_undelivered_order_is_stored(service: Any, rank: FakeRank, rejected: bool) -> None:
     await start(service, rank, policy="approve")
     await service.store(rank, local("proposed"))
     [proposal] = await commands_of(service)
@@ -351,7 +349,7 @@ async def test_an_answer_to_an_order_that_nobody_sent_is_stored_like_any_batch(
 @pytest.mark.parametrize(
     ("status", "heads", "named"), [("completed", [[0, 2]], "layer 0 head 2"), ("failed", None, "every head")]
 )
-async def test_nothing_is_ordered_approved_or_undone_where_nobody_is_left_and_a_resumed_run_takes_orders(
+async def test_ended_run_refuses_orders_approval_and_undo_until_resumed(
     service: Any, status: Any, heads: Any, named: str
 ) -> None:
     ranks, resumed = [FakeRank(), FakeRank(rank=1)], FakeRank(boot="b2")
@@ -376,7 +374,7 @@ async def test_nothing_is_ordered_approved_or_undone_where_nobody_is_left_and_a_
     assert (await order(service, heads=heads)).status_code == 201
 
 
-async def test_an_order_to_ranks_that_have_ended_is_refused_while_others_train(service: Any) -> None:
+async def test_order_only_to_ended_ranks_is_refused_while_others_train(service: Any) -> None:
     gone, lives = FakeRank(layers=1), FakeRank(rank=1, layers=2)
     lives.layers = lives.layers[1:]
     await start(service, gone, lives)
@@ -389,7 +387,7 @@ async def test_an_order_to_ranks_that_have_ended_is_refused_while_others_train(s
     ("status", "delivered", "heads", "named"),
     [("completed", False, [[0, 2]], "layer 0 head 2"), ("stopped", True, None, "every head")],
 )
-async def test_an_order_under_way_is_refused_with_the_reason_when_the_last_rank_ends(
+async def test_open_order_is_refused_with_reason_when_last_rank_ends(
     service: Any, status: Any, delivered: bool, heads: Any, named: str
 ) -> None:
     ranks = FakeRank(), FakeRank(rank=1)
@@ -411,7 +409,7 @@ async def test_an_order_under_way_is_refused_with_the_reason_when_the_last_rank_
         assert (known["state"], known["closed_because"]) == ("applied", None)
 
 
-async def test_the_end_of_a_former_process_that_comes_late_closes_no_order_of_who_goes_on(service: Any) -> None:
+async def test_late_end_of_former_process_does_not_close_order_of_successor(service: Any) -> None:
     ended, resumed = FakeRank(boot="b1"), FakeRank(boot="b2")
     await service.store(ended, ended.started(), age=100)
     command = (await order(service)).json()["id"]
@@ -422,7 +420,7 @@ async def test_the_end_of_a_former_process_that_comes_late_closes_no_order_of_wh
     assert await state_of(service, command) == "refused", "its own end does, also from a spool"
 
 
-async def test_an_order_waits_for_heads_that_no_rank_holds_for_the_moment(service: Any) -> None:
+async def test_order_waits_for_heads_that_no_rank_currently_has(service: Any) -> None:
     """A run is resumed in another shape: the process that takes over the head has not started yet."""
     killed, first, second = FakeRank(boot="b1"), FakeRank(boot="b2"), FakeRank(boot="b2", rank=1)
     first.layers = first.layers[1:]
@@ -437,9 +435,7 @@ async def test_an_order_waits_for_heads_that_no_rank_holds_for_the_moment(servic
 @pytest.mark.promise("S27")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.settings(verify_steps=100)
-async def test_a_switch_after_the_step_from_which_a_run_resumes_is_neither_shown_nor_judged(
-    service: Any, ranks: int
-) -> None:
+async def test_switch_after_resume_step_is_neither_planned_nor_verified(service: Any, ranks: int) -> None:
     async def plan() -> Any:
         found = await service.get(f"{RUN}/switches", mode="paper_softmax")  # adds that to what heads have
         return [change["mode"] for change in found["changes"]]
@@ -463,9 +459,7 @@ async def test_a_switch_after_the_step_from_which_a_run_resumes_is_neither_shown
     assert (await service.get(f"/v1/commands/{command}"))["verification"] is None
 
 
-async def test_an_applied_switch_is_undone_once_head_by_head_to_the_modes_that_it_changed(
-    service: Any, rank: FakeRank
-) -> None:
+async def test_undo_restores_previous_mode_of_each_switched_head_once(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(), rank.sample(1))
     command = (await order(service, heads=[[0, 0], [0, 1], [0, 2], [1, 0]])).json()["id"]
     path = f"/v1/commands/{command}/undo"
@@ -492,7 +486,7 @@ async def test_an_applied_switch_is_undone_once_head_by_head_to_the_modes_that_i
     assert "bob (local)" in {row["actor"] for row in (await service.get("/v1/audit"))["rows"]}
 
 
-async def test_a_dry_run_of_an_undo_leaves_the_undo_open_and_an_undone_switch_is_not_verified(service: Any) -> None:
+async def test_dry_run_undo_changes_nothing_and_undone_switch_is_not_verified(service: Any) -> None:
     command = await switched(service)
     tried = await service.client.post(f"/v1/commands/{command}/undo", json={**WHO, "dry_run": True})
     [undone] = tried.json()["commands"]
@@ -507,7 +501,7 @@ async def test_a_dry_run_of_an_undo_leaves_the_undo_open_and_an_undone_switch_is
     assert (await service.get(f"/v1/commands/{command}"))["verification"] is None
 
 
-async def test_what_an_agent_switched_by_itself_can_be_undone_as_well(service: Any, rank: FakeRank) -> None:
+async def test_switch_by_agent_can_be_undone(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started())
     await service.store(rank, local("applied"))
     [shown] = await commands_of(service)
@@ -521,7 +515,7 @@ async def test_what_an_agent_switched_by_itself_can_be_undone_as_well(service: A
 
 
 @pytest.mark.parametrize("what_then", ["undone", "replaced"])
-async def test_a_switch_that_did_not_arrest_its_heads_is_a_metric_until_it_is_undone_or_replaced(
+async def test_not_arrested_metric_is_set_until_switch_is_undone_or_replaced(
     service: Any, rank: FakeRank, what_then: str
 ) -> None:
     command = await switched(service, after=1.0)
@@ -545,9 +539,7 @@ async def test_a_switch_that_did_not_arrest_its_heads_is_a_metric_until_it_is_un
     assert await shown() == 0
 
 
-async def test_an_order_for_every_head_adds_to_modes_that_were_set_by_hand_and_says_so_before(
-    service: Any, rank: FakeRank
-) -> None:
+async def test_switch_plan_for_every_head_adds_to_modes_set_by_hand(service: Any, rank: FakeRank) -> None:
     async def planned(mode: str) -> list[list[Any]]:
         answer = await service.get("/v1/runs/run-1/switches", mode=mode)
         return [*([change["mode"], change["heads"]] for change in answer["changes"]), answer["unchanged"]]

@@ -88,7 +88,7 @@ def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
         ("https://hooks.example.com/a\r\nx-evil:1", "cannot be read"),
     ],
 )
-def test_a_url_that_could_lead_elsewhere_is_refused_before_anything_is_sent(url: str, words: str) -> None:
+def test_disallowed_webhook_url_is_refused_before_sending(url: str, words: str) -> None:
     def transport(tls: ssl.SSLContext) -> httpx.AsyncBaseTransport:
         raise AssertionError("something was sent")
 
@@ -97,7 +97,7 @@ def test_a_url_that_could_lead_elsewhere_is_refused_before_anything_is_sent(url:
     assert url not in str(caught.value)
 
 
-async def test_a_redirect_is_an_answer_and_not_followed() -> None:
+async def test_redirect_is_not_followed() -> None:
     hook = Hook(b"HTTP/1.1 302 Found\r\nlocation: https://169.254.169.254/\r\ncontent-length: 0\r\n\r\n.")
 
     async with hook.open() as url:
@@ -106,7 +106,7 @@ async def test_a_redirect_is_an_answer_and_not_followed() -> None:
     assert len(hook.requests) == 1
 
 
-async def test_a_server_that_answers_byte_by_byte_is_left_after_the_time_that_a_message_has() -> None:
+async def test_slow_response_is_abandoned_after_total_timeout() -> None:
     hook = Hook(byte_seconds=0.1)
 
     async with hook.open() as url:
@@ -115,7 +115,7 @@ async def test_a_server_that_answers_byte_by_byte_is_left_after_the_time_that_a_
 
 
 @pytest.mark.parametrize("certificates", ["others", "another name"])
-async def test_an_inner_server_has_no_certificate_for_the_name_and_gets_nothing(
+async def test_server_without_valid_certificate_receives_nothing(
     certificates: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook, named = Hook(), HOST
@@ -133,7 +133,7 @@ async def test_an_inner_server_has_no_certificate_for_the_name_and_gets_nothing(
 
 
 @pytest.mark.promise("A27")
-async def test_certificates_that_the_environment_names_are_read_for_each_message_and_a_proxy_is_not_used(
+async def test_ssl_cert_file_is_read_for_each_message_and_proxy_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook, named = Hook(), tmp_path / "ca.pem"
@@ -150,7 +150,7 @@ async def test_certificates_that_the_environment_names_are_read_for_each_message
     assert len(hook.requests) == 1
 
 
-def test_settings_refuse_a_url_that_may_not_be_used_and_show_none() -> None:
+def test_settings_reject_disallowed_url_and_hide_secrets() -> None:
     with pytest.raises(ValidationError, match="not allowed") as caught:
         Settings(notify_slack_url=SecretStr("https://evil.org/services/secret-path"))
     assert "secret-path" not in str(caught.value)
@@ -159,9 +159,7 @@ def test_settings_refuse_a_url_that_may_not_be_used_and_show_none() -> None:
     assert Notifier.of(object(), Settings()) is None  # type: ignore[arg-type]
 
 
-async def test_news_go_to_slack_and_to_a_webhook_in_the_same_words_and_what_is_older_than_the_service_is_not_sent(
-    service: Any, caplog: Any
-) -> None:
+async def test_slack_and_webhook_get_same_text_and_only_for_new_incidents(service: Any, caplog: Any) -> None:
     hook = Hook()
 
     async with hook.open() as url:
@@ -190,7 +188,7 @@ async def test_news_go_to_slack_and_to_a_webhook_in_the_same_words_and_what_is_o
     assert "secret-path" not in caplog.text
 
 
-async def test_a_hook_that_fails_is_tried_three_times_and_its_url_is_not_logged(service: Any, monkeypatch: Any) -> None:
+async def test_failing_webhook_is_tried_three_times_without_logging_its_url(service: Any, monkeypatch: Any) -> None:
     hook = Hook(b"HTTP/1.1 500 No\r\ncontent-length: 0\r\n\r\n.")
     logged: list[Any] = []
     monkeypatch.setattr("foreshock.server.notifier.log.error", lambda *args, **kwargs: logged.append((args, kwargs)))

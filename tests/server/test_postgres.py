@@ -33,7 +33,7 @@ def postgres_for_replicas(postgres: str) -> str:
 @pytest.mark.full
 @pytest.mark.promise("S1")
 @pytest.mark.promise("S11")
-def test_replicas_killed_under_load_lose_no_acknowledged_batch_and_each_rank_takes_a_command_once(
+def test_killed_replicas_lose_no_acknowledged_batch_and_each_rank_answers_once(
     postgres_for_replicas: str,
     tmp_path: Path,
     sizes: Any,
@@ -142,7 +142,7 @@ asyncio.run(migrate())
 
 
 @pytest.mark.full
-def test_replicas_that_migrate_at_once_wait_for_one_another(postgres_for_replicas: str, sizes: Any) -> None:
+def test_concurrent_migrations_all_succeed(postgres_for_replicas: str, sizes: Any) -> None:
     number = sizes("migrating_replicas", quick=4, long=24)
     replicas = [
         subprocess.Popen(
@@ -181,7 +181,7 @@ def url(server: PostgresServer) -> str:
 
 @pytest.mark.full
 @pytest.mark.promise("S1")
-def test_killed_under_ingest_nothing_acknowledged_is_lost_and_the_service_says_that_it_waits(
+def test_killed_postgresql_loses_no_acknowledged_batch_and_service_returns_503(
     server: PostgresServer, url: str, tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
 ) -> None:
     kills, when = sizes("postgres_kills", quick=1, long=50), random.Random(23)
@@ -230,9 +230,7 @@ def _until_each_has_sent_more(senders: list[Sender]) -> None:
 @pytest.mark.full
 @pytest.mark.promise("S1")
 @pytest.mark.promise("S16")
-async def test_killed_while_replicas_migrate_the_next_start_ends_the_migration(
-    server: PostgresServer, url: str
-) -> None:
+async def test_interrupted_migration_is_completed_by_next_start(server: PostgresServer, url: str) -> None:
     migrating = subprocess.Popen(
         [sys.executable, "-c", MIGRATE, url], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -59,7 +59,7 @@ def read(answer: Any) -> Problem:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_way_to_fail_is_told_in_a_sentence_that_shows_nothing_of_the_inside(way: str) -> None:
+def test_each_failure_is_a_problem_response_without_internal_details(way: str) -> None:
     error, status = WAYS[way]
     answer = ask(error, {"count": 3})
     told = read(answer)
@@ -71,7 +71,7 @@ def test_each_way_to_fail_is_told_in_a_sentence_that_shows_nothing_of_the_inside
         assert answer.headers[name] == value
 
 
-def test_a_body_that_is_wrong_is_told_field_by_field_without_what_it_held() -> None:
+def test_invalid_body_is_reported_by_field_without_its_value() -> None:
     answer = ask(RuntimeError(), {"count": "s3cret"})
     told = read(answer)
     assert (told.status, told.detail) == (422, "1 field of the request is wrong.")

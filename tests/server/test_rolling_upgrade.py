@@ -50,9 +50,7 @@ def newest_batch() -> dict[str, Any]:
     return batch
 
 
-async def test_this_service_takes_a_newer_agents_batch_whole_and_keeps_even_the_slots_it_cannot_read(
-    service: Any, tmp_path: Path
-) -> None:
+async def test_batch_of_newer_agent_is_stored_with_unknown_slots(service: Any, tmp_path: Path) -> None:
     said = newest_batch()
 
     answer = await service.client.post("/v1/batches", content=json.dumps(said), headers=JSON)
@@ -109,7 +107,7 @@ def old_store(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("old_store")
 @pytest.mark.settings(verify_steps=0, finished_run_seconds=1e6, silent_run_seconds=1e6)
-async def test_an_old_store_is_opened_brought_up_to_date_and_read_at_every_address(service: Any) -> None:
+async def test_old_store_is_migrated_and_reads_as_before(service: Any) -> None:
     was = old.answers()
     for path, answered in was.items():
         if path == "/metrics":
@@ -178,9 +176,7 @@ def series_of(exposition: str) -> set[str]:
 
 
 @pytest.mark.parametrize("scope", ["head", "model", "of_tomorrow", None])
-async def test_a_run_shows_what_a_warning_switches_where_its_agent_tells_it(
-    service: Any, rank: FakeRank, scope: str | None
-) -> None:
+async def test_run_shows_switch_scope_reported_by_agent(service: Any, rank: FakeRank, scope: str | None) -> None:
     await service.store(rank, rank.started().model_copy(update={"switch_scope": scope}))
     assert (await service.get("/v1/runs/run-1"))["switch_scope"] == scope
 
@@ -226,9 +222,7 @@ async def state_of(service: Any) -> Any:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("order", [1, -1], ids=["in order", "backwards"])
-async def test_the_batches_of_a_released_version_still_mean_what_they_meant(
-    service: Any, version: int, order: int
-) -> None:
+async def test_batches_of_released_version_give_the_same_state(service: Any, version: int, order: int) -> None:
     for line in golden_lines(version)[::order]:
         headers = {"content-type": "application/json"}
         answer = await service.client.post("/v1/batches", content=line, headers=headers)
@@ -238,14 +232,14 @@ async def test_the_batches_of_a_released_version_still_mean_what_they_meant(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_golden_batch_is_written_again_as_it_was_read(version: int) -> None:
+def test_golden_batch_round_trips_unchanged(version: int) -> None:
     for line in golden_lines(version):
         written = Batch.model_validate_json(line).model_dump_json(exclude_unset=True)
         assert json.loads(written) == without(_SKIPPED, json.loads(line))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_golden_batches_hold_every_kind_of_event_with_every_field(version: int) -> None:
+def test_golden_batches_cover_every_event_kind_with_known_fields(version: int) -> None:
     said: dict[str, set[str]] = {}
     for line in golden_lines(version):
         for event in json.loads(line)["events"]:

@@ -36,7 +36,7 @@ async def everything(service: Any) -> dict[str, int]:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("on_both")
-async def test_what_people_say_of_a_run_is_kept_found_and_told_and_its_name_stays(service: Any) -> None:
+async def test_run_description_is_stored_searchable_and_audited(service: Any) -> None:
     rank = await trained(service, "sweep/lr-6e-4/seed-11")
     await trained(service, "sweep/lr-3e-4/seed-12")
     listed = await service.get("/v1/runs")  # what the service keeps of a run must not outlive what is said of it
@@ -75,7 +75,7 @@ async def test_what_people_say_of_a_run_is_kept_found_and_told_and_its_name_stay
 
 
 @pytest.mark.promise("S20")
-async def test_what_cannot_be_kept_is_refused_in_words(service: Any) -> None:
+async def test_invalid_run_description_is_refused_with_reason(service: Any) -> None:
     await trained(service, "plain")
     many = [f"t{i}" for i in range(33)]
     refused: tuple[tuple[dict[str, Any], str], ...] = (
@@ -100,7 +100,7 @@ async def test_what_cannot_be_kept_is_refused_in_words(service: Any) -> None:
 
 
 @pytest.mark.usefixtures("on_both")
-async def test_a_run_that_has_ended_is_deleted_with_all_that_is_its_and_the_next_one_is_never_taken_for_it(
+async def test_deleted_run_leaves_no_rows_and_its_reused_id_is_not_confused(
     service: Any,
 ) -> None:
     await trained(service, "stays")
@@ -132,7 +132,7 @@ async def test_a_run_that_has_ended_is_deleted_with_all_that_is_its_and_the_next
 
 
 @pytest.mark.usefixtures("on_both")
-async def test_a_run_that_trains_is_not_deleted_and_one_that_fell_silent_is(service: Any) -> None:
+async def test_training_run_cannot_be_deleted_but_silent_run_can(service: Any) -> None:
     rank = await trained(service, "trains")
     order = {"who": "Ada", "reason": "by mistake"}
     refused = await service.client.delete("/v1/runs/trains", params=order)
@@ -157,7 +157,7 @@ BODIES: list[tuple[type[BaseModel], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("model", "body"), BODIES)
 @pytest.mark.parametrize("blank", ["", " ", "\t \n", "\u00a0\u2003"])
-def test_nobody_acts_without_a_name_and_a_reason(model: type[BaseModel], body: dict[str, Any], blank: str) -> None:
+def test_actions_require_a_name_and_a_reason(model: type[BaseModel], body: dict[str, Any], blank: str) -> None:
     assert model.model_validate(body)
     for field in {"who", "reason"} & body.keys():
         with pytest.raises(ValidationError):
@@ -184,9 +184,7 @@ def test_nobody_acts_without_a_name_and_a_reason(model: type[BaseModel], body: d
         ),
     ],
 )
-async def test_wrong_questions_get_a_clear_sentence(
-    service: Any, rank: FakeRank, path: str, status: int, word: str
-) -> None:
+async def test_invalid_query_gets_clear_error(service: Any, rank: FakeRank, path: str, status: int, word: str) -> None:
     await service.store(rank, rank.started(), rank.sample(1))
     answer = await service.client.get(path)
     assert answer.status_code == status
@@ -194,7 +192,7 @@ async def test_wrong_questions_get_a_clear_sentence(
     assert answer.headers["content-type"] == "application/problem+json"
 
 
-async def test_a_run_name_may_hold_slashes_dots_and_colons(service: Any) -> None:
+async def test_run_name_may_contain_slashes_dots_and_colons(service: Any) -> None:
     rank = FakeRank(run="team/../a:b.c/x")
     await service.store(rank, rank.started(), rank.sample(1))
     for tail in ("", "/curves", "/matrix", "/events", "/commands"):
@@ -203,7 +201,7 @@ async def test_a_run_name_may_hold_slashes_dots_and_colons(service: Any) -> None
         assert answer.status_code == 200, path
 
 
-async def test_a_run_says_the_key_heads_and_head_dims_that_its_agent_knows_and_none_that_nothing_told(
+async def test_run_shows_kv_heads_and_head_dims_only_if_known(
     service: Any,
     rank: FakeRank,
 ) -> None:
@@ -214,7 +212,7 @@ async def test_a_run_says_the_key_heads_and_head_dims_that_its_agent_knows_and_n
     assert [(layer["kv_heads"], layer["head_dim"]) for layer in layers] == [(3, 16), (None, None)]
 
 
-async def test_the_catalogue_is_served_with_all_that_is_needed_to_draw(service: Any) -> None:
+async def test_catalogue_gives_scales_levels_and_chart_order_of_every_metric(service: Any) -> None:
     served = {entry["key"]: entry for entry in (await service.get("/v1/catalog"))["metrics"]}
     assert set(served) == {metric.key for metric in BY_KEY.values() if metric.has_series}
     for key, entry in served.items():

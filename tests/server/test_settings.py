@@ -15,7 +15,7 @@ SECRET = "a-secret-of-sixteen-or-more"
 
 @pytest.mark.promise("S7")
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "training.example"])
-def test_an_address_that_others_can_reach_needs_a_token(host: str) -> None:
+def test_host_reachable_by_others_requires_token(host: str) -> None:
     with pytest.raises(ValidationError, match="no token is set"):
         Settings(host=host)
     assert all(Settings(host=own).all_tokens == () for own in ("127.0.0.1", "localhost", "::1", "127.9.9.9"))
@@ -31,7 +31,7 @@ BEHIND_A_PROXY = {
 
 @pytest.mark.promise("S18")
 @pytest.mark.parametrize("name", BEHIND_A_PROXY)
-def test_what_a_proxy_gives_to_others_needs_a_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_settings_require_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, BEHIND_A_PROXY[name])
     with pytest.raises(ValidationError, match=f"{name} is set, .* no token is set.*FORESHOCK_TOKENS_FILE"):
         Settings()
@@ -39,7 +39,7 @@ def test_what_a_proxy_gives_to_others_needs_a_token(name: str, monkeypatch: pyte
 
 
 @pytest.mark.promise("S18")
-def test_the_shipped_settings_do_not_start_without_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_settings_do_not_start_without_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = (ROOT / "deploy" / "systemd" / "foreshock.env").read_text().splitlines()
     lines = dict(line.split("=", 1) for line in shipped if not line.startswith("#"))
     del lines["FORESHOCK_TOKENS_FILE"]
@@ -76,7 +76,7 @@ A_TOKEN = '{"name": "a", "sha256": "%s", "scopes": ["read"]}' % ("0" * 64)
         ("FORESHOCK_TOKEN", "sixteen-characters\a-and-a-bell", "printable ASCII"),
     ],
 )
-def test_what_could_never_work_is_refused_at_the_start(
+def test_invalid_setting_is_refused_at_startup(
     name: str, value: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORESHOCK_TOKEN", SECRET)
@@ -90,7 +90,7 @@ def test_what_could_never_work_is_refused_at_the_start(
 
 
 @pytest.mark.promise("S7")
-def test_one_secret_is_not_two_tokens_of_which_the_last_would_rule() -> None:
+def test_two_tokens_with_the_same_secret_are_refused() -> None:
     """A token meant to read would do what another one may, if their secrets were the same."""
     own = Token.of("everything", SECRET, ("admin",))
     with pytest.raises(ValidationError, match="tokens look and everything have the same secret"):
@@ -99,7 +99,7 @@ def test_one_secret_is_not_two_tokens_of_which_the_last_would_rule() -> None:
         Settings(token=SECRET, tokens=(own,))  # type: ignore[arg-type]
 
 
-def test_secrets_come_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_read_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text(f"{SECRET}\n")
     monkeypatch.setenv("FORESHOCK_TOKEN_FILE", str(tmp_path / "token"))
     assert Settings().all_tokens == Settings(token=SECRET).all_tokens  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def test_secrets_come_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         Settings()
 
 
-def test_the_databases_password_is_never_shown(tmp_path: Path) -> None:
+def test_database_password_is_never_shown(tmp_path: Path) -> None:
     url = "postgresql://foreshock:a-secret-word@127.0.0.1:1/foreshock"
     settings = Settings(database_url=url)
     assert "a-secret-word" not in repr(settings) + str(settings)

@@ -84,7 +84,7 @@ class Sizes(dict[str, list[float]]):
 
 @pytest.mark.promise("S17")
 @pytest.mark.parametrize("run_seconds", [RUN_SECONDS, pytest.param(math.inf, marks=pytest.mark.full)])
-def test_under_a_steady_load_memory_files_threads_and_log_stay_flat_while_old_runs_are_deleted(
+def test_memory_files_threads_and_wal_stay_flat_under_steady_load(
     tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None], run_seconds: float
 ) -> None:
     """Ranks go over to a new run after `run_seconds`, and the old one is deleted soon after."""

@@ -45,9 +45,7 @@ def full_disk(service: LiveService) -> Iterator[None]:
         resource.prlimit(service.pid, resource.RLIMIT_FSIZE, (hard, hard))
 
 
-async def test_all_who_wait_for_a_store_that_another_program_holds_are_answered_together(
-    service: Any, tmp_path: Path
-) -> None:
+async def test_batches_waiting_for_locked_database_fail_together_with_503(service: Any, tmp_path: Path) -> None:
     ranks = [FakeRank(run=f"run-{number}") for number in range(12)]
     for rank in ranks:
         await service.store(rank, rank.started())
@@ -67,7 +65,7 @@ async def test_all_who_wait_for_a_store_that_another_program_holds_are_answered_
 
 
 @pytest.mark.full
-def test_on_a_disk_that_fills_up_nothing_is_acknowledged_and_when_there_is_room_again_all_goes_on(
+def test_full_disk_refuses_batches_and_ingest_resumes_when_space_returns(
     tmp_path: Path,
 ) -> None:
     rank = FakeRank()
@@ -90,7 +88,7 @@ def test_on_a_disk_that_fills_up_nothing_is_acknowledged_and_when_there_is_room_
 
 
 @pytest.mark.promise("S17")
-async def test_a_clock_that_goes_back_an_hour_takes_nothing_back(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_backward_clock_jump_does_not_undo_run_state(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rank, now = FakeRank(), time.time()
     await service.store(rank, rank.started(), rank.sample(1), age=1)
     before = await service.get("/v1/runs/run-1")
@@ -107,7 +105,7 @@ async def test_a_clock_that_goes_back_an_hour_takes_nothing_back(service: Any, m
 
 @pytest.mark.full
 @pytest.mark.promise("S16")
-def test_a_migration_that_is_killed_again_and_again_ends_with_everything_there(
+def test_repeatedly_killed_migration_loses_no_sample(
     tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
 ) -> None:
     kills, path, when = sizes("migration_kills", quick=3, long=60), tmp_path / "foreshock.db", random.Random(11)
@@ -150,7 +148,7 @@ def _counts(path: Path) -> dict[str, int]:
 
 
 @pytest.mark.full
-def test_kill_nine_under_load_loses_nothing_acknowledged_and_doubles_nothing(
+def test_kill_9_under_load_loses_and_duplicates_no_acknowledged_batch(
     tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
 ) -> None:
     """Each kill is at a random moment, while three ranks send without end."""

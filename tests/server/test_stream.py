@@ -39,7 +39,7 @@ def events_of(response: httpx.Response) -> Iterator[dict[str, str]]:
             event[name] = value
 
 
-def test_events_arrive_live_and_a_returning_client_gets_what_it_missed(live_service: LiveService) -> None:
+def test_events_arrive_live_and_reconnecting_client_gets_missed_events(live_service: LiveService) -> None:
     rank, other = FakeRank(), FakeRank(run="run-2")
     with live_service.client() as client, live_service.client() as listener:
         send(client, rank, rank.started())
@@ -67,7 +67,7 @@ def test_events_arrive_live_and_a_returning_client_gets_what_it_missed(live_serv
 
 
 @pytest.mark.promise("S17")
-def test_the_service_goes_down_in_order_with_a_client_still_listening(live_service: LiveService) -> None:
+def test_service_stops_cleanly_with_listening_client(live_service: LiveService) -> None:
     rank = FakeRank()
     with (
         live_service.client() as client,
@@ -101,7 +101,7 @@ def training(client: httpx.Client) -> Iterator[None]:
 
 @pytest.mark.promise("S7")
 @pytest.mark.parametrize("busy", [False, True], ids=["quiet", "busy"])
-def test_a_stream_ends_with_the_session_that_opened_it_and_with_no_other(tmp_path: Path, busy: bool) -> None:
+def test_stream_ends_with_its_own_session_only(tmp_path: Path, busy: bool) -> None:
     secret = "a-secret-of-sixteen-or-more"
     with (
         LiveService(tmp_path, {"FORESHOCK_TOKEN": secret}, stream_ping_seconds=0.3) as live,
@@ -129,7 +129,7 @@ def test_a_stream_ends_with_the_session_that_opened_it_and_with_no_other(tmp_pat
 
 @pytest.mark.full
 @pytest.mark.promise("S17")
-async def test_a_client_that_leaves_while_its_missed_events_are_read_leaves_no_task_behind(service: Any) -> None:
+async def test_client_disconnecting_during_replay_leaves_no_task_behind(service: Any) -> None:
     """As the framework ends a stream: it cancels again at every turn of the event loop until the stream has ended."""
     leaves = random.Random(7)
 

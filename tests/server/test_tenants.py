@@ -53,7 +53,7 @@ async def told_of(service: Any, run: str) -> list[Any]:
 @pytest.mark.promise("S7")
 @pytest.mark.promise("S21")
 @pytest.mark.settings(tokens=TOKENS)
-async def test_every_address_of_a_run_and_of_an_order_is_closed_to_the_token_of_other_runs(service: Any) -> None:
+async def test_tenant_cannot_access_runs_and_orders_of_others_at_any_route(service: Any) -> None:
     order = await two_tenants(service)
     before = await told_of(service, OTHER)
     asked = 0
@@ -75,7 +75,7 @@ async def test_every_address_of_a_run_and_of_an_order_is_closed_to_the_token_of_
 
 @pytest.mark.promise("S7")
 @pytest.mark.settings(tokens=TOKENS, metrics_seconds=600.0)
-async def test_a_snapshot_of_the_metrics_that_somebody_else_has_asked_for_is_not_shown_to_a_tenant(
+async def test_cached_metrics_of_another_caller_are_not_shown_to_tenant(
     service: Any,
 ) -> None:
     await two_tenants(service)
@@ -91,7 +91,7 @@ async def test_a_snapshot_of_the_metrics_that_somebody_else_has_asked_for_is_not
 
 @pytest.mark.promise("S7")
 @pytest.mark.settings(tokens=TOKENS)
-async def test_an_idempotency_key_of_somebody_else_tells_a_tenant_nothing(service: Any) -> None:
+async def test_idempotency_key_of_another_caller_reveals_nothing_to_tenant(service: Any) -> None:
     await two_tenants(service)
     key = {"idempotency-key": "switch-it-now"}
     theirs = await ask(service, ALL, "POST", f"/v1/runs/{OTHER}/commands", json=ORDER, headers=key)
@@ -102,7 +102,7 @@ async def test_an_idempotency_key_of_somebody_else_tells_a_tenant_nothing(servic
 
 
 @pytest.mark.promise("S21")
-def test_a_tenants_events_are_numbered_as_if_the_thousand_of_another_tenant_had_not_happened(play: Any) -> None:
+def test_responses_to_tenant_do_not_depend_on_events_of_other_tenants(play: Any) -> None:
     async def story(service: Any, between: int) -> list[Any]:
         own, other = FakeRank(run=OWN), FakeRank(run=OTHER)
 
@@ -142,7 +142,7 @@ def test_a_tenants_events_are_numbered_as_if_the_thousand_of_another_tenant_had_
     [({}, False), ({"last-event-id": f"1 {OWN}"}, True), ({"last-event-id": f"1 {OTHER}"}, False)],
     ids=["live", "come_back", "guessing"],
 )
-def test_the_stream_tells_a_tenant_of_its_own_runs_alone(back: dict[str, str], replayed: bool, tmp_path: Path) -> None:
+def test_stream_sends_tenant_only_its_own_runs(back: dict[str, str], replayed: bool, tmp_path: Path) -> None:
     tokens = [token.model_dump(mode="json") for token in TOKENS]
     with LiveService(tmp_path, {"FORESHOCK_TOKENS": json.dumps(tokens)}) as service:
 
@@ -169,7 +169,7 @@ def test_the_stream_tells_a_tenant_of_its_own_runs_alone(back: dict[str, str], r
 
 @pytest.mark.promise("S7")
 @pytest.mark.settings(tokens=TOKENS)
-async def test_a_tenants_alerts_switch_nothing_of_others_and_do_not_stand_in_for_the_watchdog_of_all(
+async def test_alerts_of_tenant_affect_only_its_runs_and_not_the_global_watchdog(
     service: Any,
 ) -> None:
     await two_tenants(service)
@@ -195,7 +195,7 @@ async def test_a_tenants_alerts_switch_nothing_of_others_and_do_not_stand_in_for
 
 @pytest.mark.promise("S7")
 @pytest.mark.settings(tokens=TOKENS)
-async def test_the_audit_trail_and_the_runs_of_others_are_closed_to_a_tenant_even_as_admin(service: Any) -> None:
+async def test_tenant_admin_cannot_read_audit_trail_or_runs_of_others(service: Any) -> None:
     await two_tenants(service)
     for path in ("/v1/audit", "/v1/audit/export"):
         assert (await ask(service, EVE, "GET", path)).status_code == 403
@@ -209,7 +209,7 @@ async def test_the_audit_trail_and_the_runs_of_others_are_closed_to_a_tenant_eve
 
 @pytest.mark.promise("S21")
 @pytest.mark.settings(tokens=TOKENS)
-async def test_the_pages_of_a_tenants_runs_are_told_apart_by_its_own_names_alone(service: Any) -> None:
+async def test_run_list_cursors_of_tenant_contain_only_its_own_run_names(service: Any) -> None:
     """Runs that were heard at one moment, of which every page shows one."""
     for name in ("team-o/1", "team-e/a", "team-o/2", "team-e/b.b", "team-o/3", "team-e/c"):
         assert (await service.post(FakeRank(run=name).batch(FakeRank().sample(1)), secret=ALL)).status_code == 200

@@ -33,7 +33,7 @@ from foreshock.server.testing import FakeRank
         (0.1, 1.6, 4.0, "not arrested"),
     ],
 )
-async def test_a_switch_is_verified_by_the_growth_on_both_sides_of_it_above_the_level_of_the_detectors(
+async def test_switch_verdict_compares_growth_before_and_after_the_switch(
     service: Any, before: float, after: float, size: float, verdict: str
 ) -> None:
     command = await switched(service, before=before, after=after, size=size)
@@ -85,14 +85,14 @@ async def two_heads(service: Any, *later: Any, warned: tuple[int, ...] = (2,), c
     return {"verification": shown["verification"], "sentence": events[0]["sentence"], "events": events}
 
 
-async def test_a_head_without_a_warning_says_nothing_of_a_switch(service: Any) -> None:
+async def test_growth_of_head_without_warning_does_not_affect_verification(service: Any) -> None:
     """A switch of all heads that stopped the warned one was called a failure by the growth of a healthy one."""
     told = await two_heads(service)
     assert told["verification"] == "verified"
     assert told["sentence"].startswith("Layer 0 head 2 after the switch to row_corrected at step 2,000: verified")
 
 
-async def test_a_warning_that_is_raised_after_the_switch_speaks_of_it(service: Any) -> None:
+async def test_head_warned_after_the_switch_affects_verification(service: Any) -> None:
     told = await two_heads(service, FakeRank().verdict(2500, head=1, name="later", cause="score growth"))
     assert told["verification"] == "not arrested"
     assert told["sentence"].startswith("Layer 0 head 1 after the switch")
@@ -105,7 +105,7 @@ async def test_a_warning_that_is_raised_after_the_switch_speaks_of_it(service: A
         (True, "These heads have no active warning: watch the growth."),
     ],
 )
-async def test_a_verdict_gives_the_numbers_of_the_head_that_it_names_and_advises_by_its_warnings(
+async def test_verification_event_gives_growth_of_named_head_and_advice(
     service: Any, cleared: bool, advice: str
 ) -> None:
     told = await two_heads(service, warned=(1, 2), cleared=cleared)
@@ -127,9 +127,7 @@ async def test_a_verdict_gives_the_numbers_of_the_head_that_it_names_and_advises
         pytest.param({"plain_from": 2500}, id="another order or a resume made it plain"),
     ],
 )
-async def test_a_switch_of_no_warned_head_that_kept_its_mode_is_not_judged_and_no_news(
-    service: Any, story: dict[str, Any]
-) -> None:
+async def test_switch_without_warned_head_in_new_mode_is_not_judged(service: Any, story: dict[str, Any]) -> None:
     command = await switched(service, **story)
     await judge(service)
     assert (await service.get(f"/v1/commands/{command}"))["verification"] == "unknown"
@@ -142,7 +140,7 @@ async def test_a_switch_of_no_warned_head_that_kept_its_mode_is_not_judged_and_n
 
 
 @pytest.mark.parametrize("undone", [False, True])
-async def test_what_takes_a_mode_away_and_what_was_taken_back_is_not_judged(service: Any, undone: bool) -> None:
+async def test_switch_to_plain_and_undone_switch_are_not_verified(service: Any, undone: bool) -> None:
     """An undo may give a head the mode that it had before, which is no cure that anybody ordered."""
     story: dict[str, Any] = {"had": "paper_softmax"} if undone else {"mode": "plain", "had": "exact_delta"}
     command = await switched(service, **story)
@@ -159,7 +157,7 @@ async def test_what_takes_a_mode_away_and_what_was_taken_back_is_not_judged(serv
     assert {one["verification"] for one in await commands_of(service)} == {None}
 
 
-async def test_of_two_heads_that_grow_on_the_one_whose_warning_is_active_is_proposed_to_be_switched_again(
+async def test_only_growing_head_with_active_warning_is_escalated(
     service: Any,
 ) -> None:
     other = {"head": 1, "name": "w-1"}
@@ -171,7 +169,7 @@ async def test_of_two_heads_that_grow_on_the_one_whose_warning_is_active_is_prop
 
 
 @pytest.mark.parametrize("policy", ["observe", "approve", "auto"])
-async def test_what_was_not_arrested_is_escalated_as_a_proposal_that_waits_for_a_person(
+async def test_switch_that_arrests_nothing_is_escalated_as_proposal_except_under_observe(
     service: Any, policy: Policy
 ) -> None:
     await switched(service, policy=policy, mode="paper_softmax")
@@ -190,7 +188,7 @@ async def test_what_was_not_arrested_is_escalated_as_a_proposal_that_waits_for_a
 
 @pytest.mark.promise("S22")
 @pytest.mark.parametrize("rejected", [False, True])
-def test_an_escalation_keeps_to_the_bounds_of_machines_and_to_what_a_person_rejected(play: Any, rejected: bool) -> None:
+def test_escalation_respects_cooldown_and_rejection(play: Any, rejected: bool) -> None:
     async def story(service: Any) -> None:
         await switched(service, mode="paper_softmax")
         with service.app.state.store.writer.engine.begin() as connection:
@@ -212,9 +210,7 @@ def test_an_escalation_keeps_to_the_bounds_of_machines_and_to_what_a_person_reje
     play(story, webhook_cooldown_seconds=0 if rejected else 300)
 
 
-async def test_a_switch_with_too_few_samples_round_it_is_said_to_be_unknown_and_a_fresh_one_waits(
-    service: Any, rank: FakeRank
-) -> None:
+async def test_verification_waits_for_steps_then_is_unknown_with_too_few_samples(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(), rank.sample(10))
     await service.store(rank, rank.verdict(10))
     command = (await service.client.post("/v1/runs/run-1/commands", json=ORDER)).json()["id"]
@@ -228,7 +224,7 @@ async def test_a_switch_with_too_few_samples_round_it_is_said_to_be_unknown_and_
 
 
 @pytest.mark.settings(webhook_cooldown_seconds=0)
-async def test_two_replicas_that_judge_at_once_write_one_verdict_and_one_proposal(service: Any) -> None:
+async def test_concurrent_verifications_write_one_verdict_and_one_proposal(service: Any) -> None:
     await switched(service, mode="paper_softmax")
     await asyncio.gather(judge(service), judge(service))
     events = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
@@ -236,7 +232,7 @@ async def test_two_replicas_that_judge_at_once_write_one_verdict_and_one_proposa
     assert [one["source"] for one in await commands_of(service)].count("service") == 1
 
 
-async def test_a_switch_is_judged_from_the_step_of_the_last_rank_that_made_it(service: Any) -> None:
+async def test_verification_starts_at_step_of_last_rank_to_switch(service: Any) -> None:
     ranks = [FakeRank(), FakeRank(rank=1)]
     for rank in ranks:
         await service.store(rank, rank.started(), *(grown(rank, step, 1.0, 4.0) for step in range(20, 2000, 20)))
@@ -256,7 +252,7 @@ async def test_a_switch_is_judged_from_the_step_of_the_last_rank_that_made_it(se
     assert any("at step 2,600: not arrested" in event["sentence"] for event in events)
 
 
-async def test_switches_whose_steps_never_pass_hide_none_that_is_due(service: Any) -> None:
+async def test_due_switch_is_verified_despite_many_that_never_become_due(service: Any) -> None:
     command = await switched(service, after=-0.2)
     ended = FakeRank(run="run-2")
     own = [local("applied", f"own-{n}") for n in range(20)]
@@ -265,7 +261,7 @@ async def test_switches_whose_steps_never_pass_hide_none_that_is_due(service: An
     assert (await service.get(f"/v1/commands/{command}"))["verification"] == "verified"
 
 
-async def test_people_are_told_what_became_of_a_switch(service: Any) -> None:
+async def test_notification_reports_failed_switch_and_its_escalation(service: Any) -> None:
     out = Out()
     notifier = await notifier_of(service, out)
     await switched(service, mode="paper_softmax")

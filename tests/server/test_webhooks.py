@@ -50,7 +50,7 @@ async def start(service: Any, policy: Policy) -> FakeRank:
     ("policy", "result", "states"),
     [("auto", "ordered", ["pending"]), ("approve", "proposed", ["proposed"]), ("observe", "observed", [])],
 )
-async def test_an_alert_does_what_the_runs_policy_lets_it_and_nothing_once_the_run_has_ended(
+async def test_alert_follows_run_policy_and_is_refused_after_run_end(
     service: Any, policy: Policy, result: str, states: list[str]
 ) -> None:
     rank = await start(service, policy)
@@ -68,7 +68,7 @@ async def test_an_alert_does_what_the_runs_policy_lets_it_and_nothing_once_the_r
     ("cause", "signal", "told"),
     [("other", "nonfinite", "not finite"), ("other", "score", "other"), ("score growth", "score", "score growth")],
 )
-async def test_no_alert_orders_a_switch_that_cannot_help(
+async def test_alert_orders_no_switch_that_cannot_help(
     service: Any, rank: FakeRank, cause: str, signal: str, told: str
 ) -> None:
     verdict = rank.verdict(1, cause=cause, signal=signal, severity="critical")
@@ -102,7 +102,7 @@ async def alerts_of_three_heads(service: Any, after_each: Callable[[], None] = l
     ],
     ids=["a cool-down", "none", "ordered by a clock that was ahead and is set right"],
 )
-def test_switches_that_webhooks_order_have_a_cool_down(
+def test_switches_ordered_by_webhooks_have_a_cooldown(
     play: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, ahead: float, found: list[str]
 ) -> None:
     right, clock = time.time, [ahead]
@@ -114,7 +114,7 @@ def test_switches_that_webhooks_order_have_a_cool_down(
     play(story, webhook_cooldown_seconds=seconds)
 
 
-async def test_an_alert_that_was_refused_for_a_passing_reason_acts_when_it_is_repeated_and_then_no_more(
+async def test_alert_refused_because_of_open_order_acts_once_when_repeated(
     service: Any,
 ) -> None:
     await start(service, "auto")
@@ -125,7 +125,7 @@ async def test_an_alert_that_was_refused_for_a_passing_reason_acts_when_it_is_re
 
 
 @pytest.mark.settings(webhook_cooldown_seconds=0)
-async def test_an_alert_acts_once_for_the_same_heads_and_again_for_a_head_that_joined_its_incident(
+async def test_alert_acts_once_and_again_only_when_a_head_joins_the_incident(
     service: Any,
     rank: FakeRank,
 ) -> None:
@@ -137,7 +137,7 @@ async def test_an_alert_acts_once_for_the_same_heads_and_again_for_a_head_that_j
     assert [await alert(service, delivery()) for _ in range(2)] == ["ordered", "duplicate"]
 
 
-async def test_a_proposal_that_a_person_rejected_begins_no_cool_down(service: Any, rank: FakeRank) -> None:
+async def test_rejected_proposal_starts_no_cooldown(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(policy="approve"), rank.sample(1), rank.verdict(1, head=0))
     assert await alert(service, delivery()) == "proposed"
     [proposal] = await commands_of(service)
@@ -147,7 +147,7 @@ async def test_a_proposal_that_a_person_rejected_begins_no_cool_down(service: An
     assert [one["heads"] for one in await commands_of(service)] == [[[0, 1]], [[0, 0]]], "only of the other head"
 
 
-async def test_a_head_that_another_mode_has_cured_is_not_switched_again(service: Any, rank: FakeRank) -> None:
+async def test_head_switched_to_other_mode_is_not_switched_again(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(policy="auto"), rank.sample(1), rank.verdict(1))
     await order(service, mode="row_corrected")
     [sent] = (await service.store(rank, rank.sample(2))).commands
@@ -155,7 +155,7 @@ async def test_a_head_that_another_mode_has_cured_is_not_switched_again(service:
     assert await alert(service, delivery()) == "observed"
 
 
-async def test_one_odd_alert_holds_up_no_other_of_its_delivery(service: Any) -> None:
+async def test_invalid_alert_does_not_block_others_in_same_delivery(service: Any) -> None:
     """An Alertmanager does not repeat a delivery that was refused whole."""
     await start(service, "auto")
     [good], [watchdog] = delivery()["alerts"], delivery(alertname="ForeshockWatchdog")["alerts"]
@@ -185,7 +185,7 @@ async def test_one_odd_alert_holds_up_no_other_of_its_delivery(service: Any) -> 
     ],
     ids=["another alert", "another run", "no cause", "an incident that is closed"],
 )
-async def test_an_alert_about_nothing_that_is_open_switches_nothing(
+async def test_alert_without_matching_open_incident_switches_nothing(
     service: Any, changes: dict[str, str], result: str
 ) -> None:
     rank = await start(service, "auto")

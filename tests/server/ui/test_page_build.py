@@ -18,7 +18,7 @@ def _files(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.full
-def test_the_committed_page_is_what_the_sources_build(tmp_path: Path) -> None:
+def test_committed_page_matches_build_of_sources(tmp_path: Path) -> None:
     if shutil.which("npm") is None:
         pytest.skip("npm is not here: the committed page is taken as it is")
     for name in SOURCES:
@@ -37,24 +37,24 @@ def test_the_committed_page_is_what_the_sources_build(tmp_path: Path) -> None:
     assert committed == fresh
 
 
-def test_every_asset_is_named_by_its_content_and_no_source_map_is_shipped() -> None:
+def test_asset_names_have_content_hashes_and_no_source_map_is_shipped() -> None:
     names = [path.name for path in (DIST / "assets").iterdir() if path.name != "LICENSES.txt"]
     assert names
     for name in names:
         assert re.fullmatch(r"[\w-]+-[\w-]{8}\.(js|css|svg|woff2)", name), name
 
 
-def test_the_licences_of_what_is_bundled_are_shipped() -> None:
+def test_licences_of_bundled_libraries_are_shipped() -> None:
     licences = (DIST / "assets" / "LICENSES.txt").read_text()
     for owner in ("Leon Sorokin", "Jason Miller", "Inter Project Authors"):
         assert owner in licences
 
 
-def test_the_lock_file_names_no_download_host() -> None:
+def test_lock_file_names_no_download_host() -> None:
     assert '"resolved"' not in (UI / "package-lock.json").read_text()
 
 
-def test_no_source_writes_markup_from_data() -> None:
+def test_page_sources_never_write_raw_html() -> None:
     for source in (UI / "src").iterdir():
         text = source.read_text()
         for way in (

@@ -19,7 +19,7 @@ MALLORY, ANN = "secret-of-mallory-0", "secret-of-ann-000000"
 TOKENS = (Token.of("mallory", MALLORY, ("ingest",), "m/"), Token.of("ann", ANN, ("ingest", "read"), "a/"))
 
 
-async def test_a_token_that_fills_the_queue_of_batches_leaves_places_for_others() -> None:
+async def test_token_filling_batch_queue_leaves_room_for_others() -> None:
     settings = settings_with(Settings, tokens=TOKENS, ingest_queue_batches=8)
     nobody: Any = None
     batch = FakeRank().batch(FakeRank().started())
@@ -42,7 +42,7 @@ async def test_a_token_that_fills_the_queue_of_batches_leaves_places_for_others(
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def test_whoever_sends_much_or_what_is_long_to_write_waits_for_it_and_no_one_else() -> None:
+async def test_many_or_large_batches_delay_only_their_own_token() -> None:
     settings = Settings(tokens=TOKENS)
     nobody: Any = None
     loud, quiet = FakeRank(run="m/1"), FakeRank(run="a/1")
@@ -66,7 +66,7 @@ async def test_whoever_sends_much_or_what_is_long_to_write_waits_for_it_and_no_o
 
 
 @pytest.mark.settings(tokens=TOKENS, requests_at_once=32)
-async def test_requests_that_never_end_leave_room_for_others_whoever_sends_them(service: Any) -> None:
+async def test_unfinished_requests_leave_capacity_for_other_clients(service: Any) -> None:
     """Of a token, of a session of its, of a stranger at an address that needs no token."""
     app = service.app
     login = await service.client.post("/v1/login", json={"token": MALLORY})
@@ -110,7 +110,7 @@ async def test_requests_that_never_end_leave_room_for_others_whoever_sends_them(
 
 
 @pytest.mark.settings(tokens=TOKENS)
-async def test_what_is_no_batch_is_refused_beyond_a_mebibyte_before_it_is_read(service: Any) -> None:
+async def test_body_over_one_mebibyte_is_refused_except_for_batches(service: Any) -> None:
     headers = {"authorization": f"Bearer {MALLORY}", "content-type": "application/json"}
     for path in ("/v1/runs/a/job/commands", "/v1/webhooks/alertmanager", "/v1/logout", "/v1/nothing"):
         answer = await service.client.post(path, content=b"[" * (2**20 + 1), headers=headers)

@@ -66,7 +66,7 @@ REFUSED: dict[str, Callable[[Sample], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-async def test_what_does_not_fit_is_refused_with_a_sentence_and_hurts_nobody(service: Any) -> None:
+async def test_invalid_event_is_refused_with_reason_and_changes_no_run(service: Any) -> None:
     good, bad = FakeRank(run="good"), FakeRank(run="bad")
     for rank in (good, bad):
         await service.store(rank, rank.started(), rank.sample(1))
@@ -122,7 +122,7 @@ WOUNDS = {
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=[pytest.mark.full] * (n % 3 > 0)) for n, what in enumerate(WOUNDS)]
 )
-def test_a_bad_row_that_is_there_already_is_passed_over_and_named(play: Any, tmp_path: Path, what: str) -> None:
+def test_corrupt_row_is_skipped_and_counted(play: Any, tmp_path: Path, what: str) -> None:
     statement, values = WOUNDS[what]
     good, bad = FakeRank(run="good"), FakeRank(run="bad")
     good.layers = tuple(layer.model_copy(update={"name": "other"}) for layer in good.layers)  # a topology of its own

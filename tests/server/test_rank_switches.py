@@ -28,7 +28,7 @@ async def states(service: Any) -> list[str]:
     return [command["state"] for command in await commands_of(service)]
 
 
-async def test_a_switch_that_a_warning_calls_for_under_auto_is_one_order_to_the_others_that_hold_the_head(
+async def test_switch_justified_by_warning_under_auto_becomes_one_order_to_other_ranks(
     service: Any,
 ) -> None:
     first, second, third, other = (
@@ -49,7 +49,7 @@ async def test_a_switch_that_a_warning_calls_for_under_auto_is_one_order_to_the_
 
 @pytest.mark.parametrize("policy", ["observe", "approve"])
 @pytest.mark.parametrize(("rank", "boot"), [(0, "b2"), (9, "b1")])
-async def test_a_process_that_says_auto_orders_nothing_where_the_others_do_not(
+async def test_process_claiming_auto_orders_nothing_if_others_have_another_policy(
     service: Any, policy: Policy, rank: int, boot: str
 ) -> None:
     ranks = await three_ranks(service, policy)
@@ -74,7 +74,7 @@ async def test_a_process_that_says_auto_orders_nothing_where_the_others_do_not(
     ],
 )
 @pytest.mark.parametrize("other", [False, True])
-async def test_what_no_standing_warning_of_the_rank_calls_for_is_at_most_proposed(
+async def test_switch_without_matching_active_warning_is_at_most_proposed(
     service: Any, verdict: dict[str, Any] | None, switched: Switched, other: bool
 ) -> None:
     ranks = await three_ranks(service, "auto")
@@ -85,7 +85,7 @@ async def test_what_no_standing_warning_of_the_rank_calls_for_is_at_most_propose
     assert set(await states(service)) <= {"proposed", "applied"}
 
 
-async def test_a_rank_orders_nothing_on_the_warning_of_another_and_nothing_for_heads_that_it_does_not_hold(
+async def test_rank_orders_nothing_on_foreign_warning_or_for_foreign_heads(
     service: Any,
 ) -> None:
     first, second, other = (FakeRank(rank=number, heads=(0, 1, 2) if number < 2 else (3, 4)) for number in range(3))
@@ -99,7 +99,7 @@ async def test_a_rank_orders_nothing_on_the_warning_of_another_and_nothing_for_h
     assert await states(service) == ["proposed"]
 
 
-async def test_hundreds_of_switches_in_one_batch_are_one_order_and_take_few_queries(service: Any) -> None:
+async def test_hundreds_of_switches_in_one_batch_become_one_order_with_few_queries(service: Any) -> None:
     heads: list[HeadRef] = [(layer, head) for layer in range(2) for head in range(3)]
     names = [f"w-{layer}-{head}" for layer, head in heads]
     ranks = await three_ranks(service, "auto")
@@ -118,7 +118,7 @@ async def test_hundreds_of_switches_in_one_batch_are_one_order_and_take_few_quer
     assert await delivered(service, *ranks[1:]) == ["exact_delta"] * 2, "where one names no warning, none is an order"
 
 
-async def test_proposals_that_nobody_decides_are_few(service: Any) -> None:
+async def test_number_of_undecided_proposals_is_limited(service: Any) -> None:
     ranks = [FakeRank(rank=number, layers=4, heads=range(32)) for number in range(2)]
     await start(service, *ranks, policy="observe")
     for number in range(70):
@@ -126,7 +126,7 @@ async def test_proposals_that_nobody_decides_are_few(service: Any) -> None:
     assert len(await commands_of(service)) == 64
 
 
-async def test_what_a_former_process_did_is_noted_and_is_no_order(service: Any) -> None:
+async def test_switch_of_former_process_creates_no_order(service: Any) -> None:
     ranks = await three_ranks(service, "auto")
     newer = FakeRank(rank=0, boot="b2")
     await service.store(newer, newer.started(policy="auto"), newer.sample(21))
@@ -135,7 +135,7 @@ async def test_what_a_former_process_did_is_noted_and_is_no_order(service: Any) 
     assert await states(service) == []
 
 
-async def test_a_switch_that_was_rejected_is_not_proposed_again_for_other_heads_of_the_same_warning(
+async def test_rejected_switch_of_two_heads_is_not_proposed_again(
     service: Any,
 ) -> None:
     ranks = await three_ranks(service, "approve")
@@ -147,7 +147,7 @@ async def test_a_switch_that_was_rejected_is_not_proposed_again_for_other_heads_
     assert await states(service) == ["rejected"]
 
 
-async def test_a_mode_of_a_newer_agent_is_kept_in_the_history_and_ordered_of_nobody(service: Any) -> None:
+async def test_unknown_mode_of_newer_agent_is_recorded_but_never_ordered(service: Any) -> None:
     first, second = FakeRank(rank=0), FakeRank(rank=1)
     await start(service, first, second)
     await service.store(first, local("applied").model_copy(update={"after": ("of_tomorrow",)}))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sqlalchemy import update
 from tests.server.orders import local, order, start
-from tests.server.scraped import series_of
+from tests.server.scrapes import series_of
 from tests.server.test_webhooks import delivery
 
 from foreshock.contract.wire import Array, Clipped, Policy, Verdict
@@ -27,9 +27,7 @@ def growing(**changes: Any) -> Verdict:
 
 @pytest.mark.promise("A26")
 @pytest.mark.parametrize("policy", ["observe", "approve", "auto"])
-async def test_neither_an_alert_nor_an_agent_nor_a_person_makes_an_order_of_it(
-    service: Any, rank: FakeRank, policy: Policy
-) -> None:
+async def test_qk_clip_is_never_ordered_by_alert_agent_or_person(service: Any, rank: FakeRank, policy: Policy) -> None:
     proposed = local("proposed").model_copy(update={"before": ("qk_clip_never",), "after": ("qk_clip_always",)})
     await service.store(rank, rank.started(policy=policy, qk_clip="never"), growing(), proposed)
     told = await service.client.post("/v1/webhooks/alertmanager", json=delivery(cause="score growth"))
@@ -41,9 +39,7 @@ async def test_neither_an_alert_nor_an_agent_nor_a_person_makes_an_order_of_it(
     assert 'resume from a checkpoint before step 20 with qk_clip="always"' in incident["to_do"]
 
 
-async def test_a_stored_proposal_of_an_older_version_can_be_rejected_and_goes_to_no_agent(
-    service: Any, rank: FakeRank
-) -> None:
+async def test_stored_qk_clip_proposal_cannot_be_approved_or_delivered(service: Any, rank: FakeRank) -> None:
     await start(service, rank, policy="approve")
     await service.store(rank, rank.verdict(20), local("proposed"))
     [waits] = (await service.get(f"{RUN}/commands"))["commands"]
@@ -56,7 +52,7 @@ async def test_a_stored_proposal_of_an_older_version_can_be_rejected_and_goes_to
     assert not (await service.store(rank, rank.sample(30))).commands
 
 
-async def test_what_qk_clip_did_stands_in_the_log_and_in_the_audit_trail(service: Any, rank: FakeRank) -> None:
+async def test_qk_clip_events_are_logged_and_audited(service: Any, rank: FakeRank) -> None:
     did = Clipped(
         id="c-1", step=40, on=True, heads=((0, 1), (0, 2)), factors=(0.9, 0.34), times=(2, 7), reason="two passed"
     )
@@ -73,7 +69,7 @@ async def test_what_qk_clip_did_stands_in_the_log_and_in_the_audit_trail(service
     assert (await service.get("/v1/runs/run-1"))["qk_clip"] == "on"
 
 
-async def test_a_scrape_tells_which_heads_were_scaled_how_strongly_and_how_often_in_all(service: Any) -> None:
+async def test_metrics_show_clipped_heads_factors_and_totals(service: Any) -> None:
     for number in range(2):
         rank = FakeRank(rank=number)
         clip = {"clip_factor": np.array([1, 1, 0.25, 0.5, 1, 1]), "clipped_steps": np.array([0, 0, 4, 1, 0, 0])}
@@ -91,7 +87,7 @@ async def test_a_scrape_tells_which_heads_were_scaled_how_strongly_and_how_often
     assert shown["foreshock_head_clipped_steps", "head=2", "layer=0", "run=run-1"] == 4.0
 
 
-async def test_a_note_stands_in_the_log_and_is_no_warning(service: Any, rank: FakeRank) -> None:
+async def test_note_is_logged_but_is_not_a_warning(service: Any, rank: FakeRank) -> None:
     note = growing(id="note-20", severity="info", state="cleared", layer=None, head=None, sentence="Note: 143.")
     await service.store(rank, rank.started(), rank.sample(20), note)
     log = (await service.get("/v1/runs/run-1/events", kind="verdict"))["events"]

@@ -16,7 +16,7 @@ from foreshock.server.readings import BUCKET, SPAN, Roller, build, built_spans
 from foreshock.server.testing import FakeRank
 
 
-async def test_a_curve_keeps_every_minimum_and_maximum(service: Any) -> None:
+async def test_curve_keeps_every_minimum_and_maximum(service: Any) -> None:
     await store_run(service, range(1, 1001))
     [line] = (await service.get("/v1/runs/run-1/curves", line="run.loss", max_points=7))["lines"]
     assert len(line["steps"]) == 7
@@ -27,7 +27,7 @@ async def test_a_curve_keeps_every_minimum_and_maximum(service: Any) -> None:
         assert line["last"][i] == values[end - 1]
 
 
-async def test_a_head_a_layers_worst_head_and_every_layer_can_be_asked_for(service: Any) -> None:
+async def test_curve_shows_one_head_or_the_worst_head_of_each_layer(service: Any) -> None:
     rank = await store_run(service, range(1, 4))
     for key in ("head.score_offset", "head.score_max"):
         metric = BY_KEY[key]
@@ -43,7 +43,7 @@ async def test_a_head_a_layers_worst_head_and_every_layer_can_be_asked_for(servi
         assert lines[1]["last"] == [truth[i, 3 + head] for i, head in enumerate(worst)]
 
 
-async def test_the_worst_head_of_a_point_is_that_of_its_worst_step_in_either_direction(service: Any) -> None:
+async def test_worst_head_of_point_has_largest_absolute_value(service: Any) -> None:
     rank = await store_run(service, range(1, 61))
     metric = BY_KEY["head.score_offset"]
     assert metric.head is not None
@@ -56,7 +56,7 @@ async def test_the_worst_head_of_a_point_is_that_of_its_worst_step_in_either_dir
     assert line["worst_head"] == heads.reshape(6, 10)[range(6), np.argmax(np.abs(worst), axis=1)].tolist()
 
 
-async def test_what_would_fill_the_memory_is_drawn_in_fewer_points(service: Any) -> None:
+async def test_many_curves_have_fewer_points_each(service: Any) -> None:
     await store_run(service, range(1, 3001))
     [whole] = (await service.get("/v1/runs/run-1/curves", line="run.loss", max_points=3000))["lines"]
     some = (await service.get("/v1/runs/run-1/curves", line=["run.loss"] * 256, max_points=3000))["lines"]
@@ -64,7 +64,7 @@ async def test_what_would_fill_the_memory_is_drawn_in_fewer_points(service: Any)
     assert {max(line["high"]) for line in some} == {max(whole["high"])}
 
 
-async def test_a_metric_that_is_measured_now_and_then_is_shown_as_it_was_last_measured(service: Any) -> None:
+async def test_matrix_shows_last_measured_value_of_rarely_measured_metric(service: Any) -> None:
     rank, norms, samples = FakeRank(), {40: 7.0, 4000: 8.0}, []
     for step in range(20, 6000, 20):
         samples.append(rank.sample(step, since=step - 20))
@@ -105,7 +105,7 @@ async def store_run(service: Any, steps: range) -> FakeRank:
     return rank
 
 
-async def test_rolled_up_spans_say_what_the_samples_say_and_are_read_in_their_place(service: Any) -> None:
+async def test_roll_ups_equal_samples_and_are_read_instead(service: Any) -> None:
     await store_run(service, range(8, 9000, 8))
     lines = ["run.loss", "run.worst_risk", "head.score_max:1:2", "head.score_offset:0", "head.score_offset:1"]
     query: dict[str, Any] = {"line": [*lines, "head.risk:9"], "max_points": 8, "from_step": 0}
@@ -146,7 +146,7 @@ async def heads_read_once(service: Any, *others: FakeRank) -> FakeRank:
 
 
 @pytest.mark.promise("S5")
-async def test_a_late_sample_is_drawn_at_once_though_its_span_was_rolled_up(service: Any) -> None:
+async def test_late_sample_is_shown_although_its_span_is_rolled_up(service: Any) -> None:
     other = FakeRank(layers=1, rank=1)
     rank = await heads_read_once(service, other)
     await service.store(rank, rank.sample(1300))
@@ -158,7 +158,7 @@ async def test_a_late_sample_is_drawn_at_once_though_its_span_was_rolled_up(serv
     assert drawn["high"] == [50.0], "the mean of the ranks, and not what was rolled up before"
 
 
-def test_a_span_that_changed_is_rolled_up_again_after_a_restart_once_it_rests(play: Any) -> None:
+def test_changed_span_is_rolled_up_again_after_restart_when_samples_stop(play: Any) -> None:
     lagging = FakeRank(layers=1, rank=1)
 
     async def late(service: Any) -> None:
@@ -199,7 +199,7 @@ def test_a_span_that_changed_is_rolled_up_again_after_a_restart_once_it_rests(pl
         ("a start with other heads", False),
     ],
 )
-async def test_what_changes_a_span_while_it_is_rolled_up_is_not_kept_and_no_process_start_is_read_for_it(
+async def test_roll_up_of_span_that_changes_meanwhile_is_discarded_without_reading_boots(
     service: Any, monkeypatch: pytest.MonkeyPatch, meanwhile: str, kept: bool
 ) -> None:
     store, rank, said = service.app.state.store, FakeRank(layers=1), list[str]()
@@ -227,7 +227,7 @@ async def test_what_changes_a_span_while_it_is_rolled_up_is_not_kept_and_no_proc
     assert await build(store, 1, 0)
 
 
-async def test_the_steps_of_a_run_of_months_are_listed_without_looking_at_each(service: Any) -> None:
+async def test_steps_of_long_run_are_listed_without_full_scan(service: Any) -> None:
     count, each, asked = 100_000, 100, list[None]()
     rank, store = FakeRank(), service.app.state.store
     await service.store(rank, rank.started(), rank.sample(1))
@@ -248,7 +248,7 @@ async def test_the_steps_of_a_run_of_months_are_listed_without_looking_at_each(s
     assert max(np.diff(steps)) < 2 * count / 490
 
 
-async def test_a_matrix_of_layers_with_other_head_numbers_each_is_sent_in_windows(service: Any) -> None:
+async def test_matrix_of_layers_with_distinct_heads_is_paginated(service: Any) -> None:
     rank = FakeRank(layers=1000, heads=(0,))
     rank.layers = tuple(layer.model_copy(update={"heads": (layer.layer,)}) for layer in rank.layers)
     await service.store(rank, rank.started(), rank.sample(1))

@@ -40,7 +40,7 @@ async def metric(service: Any, name: str) -> str:
 
 
 @pytest.mark.parametrize("ended", [False, True])
-async def test_an_acknowledgement_is_on_the_next_scrape_also_of_a_run_that_sends_nothing_more(
+async def test_acknowledgement_appears_in_next_scrape_even_of_ended_run(
     service: Any, rank: FakeRank, ended: bool
 ) -> None:
     last = [Finished(step=1, unix_seconds=2.0, status="completed")] * ended
@@ -50,7 +50,7 @@ async def test_an_acknowledgement_is_on_the_next_scrape_also_of_a_run_that_sends
     assert (await metric(service, "acknowledged")).endswith(" 1.0")
 
 
-async def test_an_incident_follows_the_order_that_was_approved_on_its_whole_way(service: Any) -> None:
+async def test_incident_follows_approved_order_until_it_is_applied(service: Any) -> None:
     rank, proposal = await proposed(service)
     waits = await incident(service)
     for said in (waits["done"], await metric(service, "words")):
@@ -76,7 +76,7 @@ async def test_an_incident_follows_the_order_that_was_approved_on_its_whole_way(
     assert dict(zip(layer["heads"], layer["modes"], strict=True))[2] == "exact_delta"
 
 
-async def test_an_approved_order_that_expires_or_is_stopped_asks_for_a_new_one_and_says_why(service: Any) -> None:
+async def test_incident_asks_for_new_order_after_approved_one_is_cancelled(service: Any) -> None:
     _, proposal = await proposed(service)
     await decide(service, proposal["id"], "approve")
     await decide(service, proposal["id"], "cancel")
@@ -89,7 +89,7 @@ async def test_an_approved_order_that_expires_or_is_stopped_asks_for_a_new_one_a
     assert "Ordered by ann" in await metric(service, "words")
 
 
-async def test_a_rejection_holds_against_agent_and_webhook_until_the_warning_is_raised_anew(service: Any) -> None:
+async def test_rejection_blocks_agent_and_webhook_until_a_new_warning(service: Any) -> None:
     rank, proposal = await proposed(service)
     await decide(service, proposal["id"], "reject")
     found = await incident(service)
@@ -116,7 +116,7 @@ async def test_a_rejection_holds_against_agent_and_webhook_until_the_warning_is_
     assert (await incident(service))["ask"] == "approve"
 
 
-async def test_a_warning_that_a_resumed_process_raises_is_new_evidence(service: Any) -> None:
+async def test_warning_of_resumed_process_allows_new_proposal_after_rejection(service: Any) -> None:
     _, proposal = await proposed(service)
     await decide(service, proposal["id"], "reject")
     resumed = FakeRank(boot="b2")
@@ -126,7 +126,7 @@ async def test_a_warning_that_a_resumed_process_raises_is_new_evidence(service: 
     assert states == ["proposed", "rejected"]
 
 
-async def test_a_switch_that_was_undone_holds_webhooks_off_until_a_warning_is_raised_anew_and_not_for_ever(
+async def test_undone_switch_blocks_webhooks_until_a_new_warning(
     service: Any,
     rank: FakeRank,
 ) -> None:

@@ -45,14 +45,14 @@ def incident(severity: Severity) -> IncidentChange:
         ({"last_step_unix_seconds": None}, "active", None),
     ],
 )
-def test_a_run_is_what_its_status_and_its_silence_and_its_numbers_make_it(
+def test_condition_and_severity_follow_status_silence_loss_and_incidents(
     changes: dict[str, Any], condition: str, severity: str | None
 ) -> None:
     found = run(**changes)
     assert (found["condition"], found["severity"]) == (condition, severity)
 
 
-def test_list_and_detail_and_command_line_say_the_same_of_a_run_whose_loss_is_not_finite(
+def test_list_detail_and_cli_agree_on_run_with_nonfinite_loss(
     live_service: LiveService,
 ) -> None:
     calm, failing, ended = (FakeRank(run=name) for name in ("calm", "failing", "ended"))

@@ -39,7 +39,7 @@ async def until_stored(service: Any, batch: Any) -> Ack:
 
 
 @pytest.mark.promise("S2")
-def test_the_ranks_of_a_job_that_starts_on_all_replicas_at_once_deadlock_nobody(
+def test_ranks_starting_on_all_replicas_cause_no_deadlock(
     postgres: str, player: Any, sizes: Any, record_property: Callable[[str, Any], None]
 ) -> None:
     number = sizes("ranks_at_once", quick=48, long=256)
@@ -63,7 +63,7 @@ def test_the_ranks_of_a_job_that_starts_on_all_replicas_at_once_deadlock_nobody(
 @pytest.mark.full
 @pytest.mark.promise("S11")
 @pytest.mark.promise("S21")
-def test_orders_answers_repeats_and_decisions_at_once_deadlock_nobody_and_no_two_events_get_one_number(
+def test_concurrent_orders_and_answers_cause_no_deadlock_or_duplicate_event_number(
     postgres: str, player: Any, record_property: Callable[[str, Any], None]
 ) -> None:
     ranks = [FakeRank(run=f"job-{number % 2}", rank=number // 2, layers=1) for number in range(12)]

@@ -12,7 +12,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from tests.server.ui.conftest import Feeder, Service
-from tests.server.ui.reading import button, fill, open_run, text, tile, wait, warn_about
+from tests.server.ui.page_driver import button, fill, open_run, text, tile, wait, warn_about
 
 from foreshock.contract.wire import Checkpoint, Finished
 from foreshock.server.settings import Token
@@ -26,9 +26,7 @@ pytestmark = pytest.mark.servers
 
 @pytest.mark.full
 @pytest.mark.promise("S22")
-def test_a_switch_that_the_agent_proposes_waits_for_approval_with_a_reason(
-    chromium: Chrome, service: Service, feeder: Feeder
-) -> None:
+def test_proposed_switch_requires_approval_with_reason(chromium: Chrome, service: Service, feeder: Feeder) -> None:
     feeder.start(policy="approve")
     feeder.train(5)
     open_run(chromium, service, feeder.run)
@@ -56,7 +54,7 @@ def test_a_switch_that_the_agent_proposes_waits_for_approval_with_a_reason(
 
 
 @pytest.mark.promise("S22")
-def test_a_rejection_says_how_long_it_holds_an_order_is_stopped_and_an_ended_run_offers_no_switch(
+def test_page_explains_rejection_stops_order_and_offers_no_switch_after_run_end(
     chromium: Chrome, service: Service, feeder: Feeder
 ) -> None:
     feeder.start(policy="approve")
@@ -92,7 +90,7 @@ def test_a_rejection_says_how_long_it_holds_an_order_is_stopped_and_an_ended_run
 
 @pytest.mark.full
 @pytest.mark.promise("S7")
-def test_a_service_with_tokens_asks_for_one_and_who_may_only_read_sees_no_switch(
+def test_login_is_required_and_read_only_token_sees_no_switch(
     chromium: Chrome, tmp_path: Path, complaints: Callable[[], list[str]], feeder: Feeder
 ) -> None:
     reader = Token.of("watcher", "watcher-of-many-runs", ("read",))
@@ -132,9 +130,7 @@ def test_a_service_with_tokens_asks_for_one_and_who_may_only_read_sees_no_switch
     assert all("401" in line for line in complaints())  # wrong tokens, and what was asked when a session ended
 
 
-def test_a_flood_of_144_heads_is_one_card_that_is_switched_acknowledged_and_resumed_from(
-    chromium: Chrome, service: Service
-) -> None:
+def test_incident_of_144_heads_is_one_card_with_switch_and_resume_plan(chromium: Chrome, service: Service) -> None:
     feeder = Feeder(service.client, "one-card", layers=12, heads=12)
     feeder.start()
     feeder.train(40)
@@ -176,7 +172,7 @@ def test_a_flood_of_144_heads_is_one_card_that_is_switched_acknowledged_and_resu
     wait("the dialog names every head", lambda: "every head" in text(chromium, "dialog"))
 
 
-def test_a_drift_with_scores_that_grow_is_one_card_that_asks_for_the_switch(
+def test_rounding_and_score_growth_share_one_card_that_offers_the_switch(
     chromium: Chrome, service: Service, feeder: Feeder
 ) -> None:
     feeder.start(qk_clip="never")
@@ -198,7 +194,7 @@ def test_a_drift_with_scores_that_grow_is_one_card_that_asks_for_the_switch(
 
 
 @pytest.mark.promise("S13")
-def test_markup_that_others_wrote_is_text_and_the_policy_lets_no_script_in(
+def test_foreign_markup_is_shown_as_text_and_inline_scripts_are_blocked(
     chromium: Chrome, service: Service, feeder: Feeder, complaints: Callable[[], list[str]]
 ) -> None:
     policy = feeder.client.get("/").headers["content-security-policy"]

@@ -49,7 +49,7 @@ async def who_is_ordered(service: Any, *ranks: FakeRank) -> list[str]:
 
 @pytest.mark.promise("S11")
 @pytest.mark.usefixtures("on_both")
-async def test_a_restart_on_a_node_whose_clock_is_behind_is_shown_and_gets_its_orders(service: Any) -> None:
+async def test_restart_on_node_with_slow_clock_is_shown_and_gets_orders(service: Any) -> None:
     old, new = FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
     await service.store(old, old.started(), *(old.sample(step, loss=1.0) for step in (10, 20, 30)), age=500)
     await service.store(old, old.verdict(30), age=520)
@@ -63,9 +63,7 @@ async def test_a_restart_on_a_node_whose_clock_is_behind_is_shown_and_gets_its_o
 @pytest.mark.promise("S11")
 @pytest.mark.parametrize("dead_first", [True, False])
 @pytest.mark.usefixtures("on_both")
-async def test_what_a_successor_sends_from_a_spool_never_outranks_the_process_that_lives(
-    service: Any, dead_first: bool
-) -> None:
+async def test_spool_of_dead_process_never_outranks_running_process(service: Any, dead_first: bool) -> None:
     """The dead one was never heard while it lived, and the clock of its node was ahead."""
 
     first, dead, living = FakeRank(boot="1799999000000-0-0000"), FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
@@ -84,7 +82,7 @@ async def test_what_a_successor_sends_from_a_spool_never_outranks_the_process_th
     assert await who_is_ordered(service, first, dead, living) == [BEHIND]
 
 
-async def test_a_process_that_speaks_for_itself_after_others_sent_its_spool_is_listened_to(service: Any) -> None:
+async def test_process_that_sends_after_its_spool_was_replayed_becomes_current(service: Any) -> None:
     old, new = FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
     await service.store(old, old.started(), old.sample(20, since=0), age=500)
     await service.store(new, new.started(step=20), age=10, replayed=True)
@@ -93,9 +91,7 @@ async def test_a_process_that_speaks_for_itself_after_others_sent_its_spool_is_l
     assert await who_is_ordered(service, old, new) == [BEHIND]
 
 
-async def test_a_spool_that_is_replayed_after_the_clock_was_ahead_stays_before_its_successor(
-    service: Any, clock: Any
-) -> None:
+async def test_replayed_spool_stays_before_successor_despite_clock_jump(service: Any, clock: Any) -> None:
     dead, next_one, living = (FakeRank(boot=f"180000000{number}000-0-dddd") for number in (3, 2, 1))
     await service.store(next_one, next_one.started(step=10), next_one.sample(30, since=10, loss=2.0), age=500)
     clock.ahead = 3600.0
@@ -107,7 +103,7 @@ async def test_a_spool_that_is_replayed_after_the_clock_was_ahead_stays_before_i
 
 
 @pytest.mark.promise("S16")
-async def test_a_process_without_an_age_that_was_heard_is_not_taken_for_dead_when_its_spool_comes(service: Any) -> None:
+async def test_process_without_age_header_stays_current_after_spool_replay(service: Any) -> None:
     old, living = (FakeRank(boot=f"16000000{number}0000-0-aaaa") for number in (10, 20))
     await service.store(old, old.started(), old.sample(20, since=0, loss=1.0))
     await service.store(living, living.started(step=10), living.sample(20, since=10, loss=2.0))
@@ -117,7 +113,7 @@ async def test_a_process_without_an_age_that_was_heard_is_not_taken_for_dead_whe
 
 
 @pytest.mark.promise("S27")
-async def test_each_further_restart_on_fewer_ranks_lowers_what_every_rank_of_the_first_launch_counts(
+async def test_each_restart_on_fewer_ranks_discards_later_steps_of_first_launch(
     service: Any,
 ) -> None:
     for rank in (FakeRank(rank=number, boot="a") for number in range(2)):
@@ -131,7 +127,7 @@ async def test_each_further_restart_on_fewer_ranks_lowers_what_every_rank_of_the
 
 
 @pytest.mark.promise("S5")
-async def test_a_senseless_age_is_not_taken_and_costs_no_batch(service: Any, rank: FakeRank) -> None:
+async def test_invalid_process_age_is_ignored_and_batch_is_stored(service: Any, rank: FakeRank) -> None:
     for age in ("soon", "-1", "nan", "inf", "1e308", "9" * 400, "\u0660", ""):
         assert arrival_of({AGE_HEADER: age.encode().decode("latin-1")}) == Arrival()  # as a server reads it
         headers = {"content-type": "application/json", "foreshock-process-age": age.encode()}
@@ -142,9 +138,7 @@ async def test_a_senseless_age_is_not_taken_and_costs_no_batch(service: Any, ran
 
 @pytest.mark.promise("S16")
 @pytest.mark.usefixtures("on_both")
-async def test_a_run_that_was_deleted_while_it_trains_asks_its_agent_what_it_watches(
-    service: Any, rank: FakeRank
-) -> None:
+async def test_run_deleted_while_training_requests_start_event_again(service: Any, rank: FakeRank) -> None:
     assert not (await service.store(rank, rank.started(), age=1)).send_started
     assert not (await service.store(rank, rank.sample(1), age=2)).send_started
     with service.app.state.store.writer.engine.begin() as connection:
@@ -175,9 +169,7 @@ async def both_start(service: Any, *ranks: FakeRank) -> None:
 
 
 @pytest.mark.promise("A18")
-async def test_processes_that_share_a_rank_are_named_once_in_the_log_and_in_every_answer(
-    service: Any, clock: Any
-) -> None:
+async def test_processes_sharing_a_rank_are_logged_once_and_shown(service: Any, clock: Any) -> None:
     ranks = [FakeRank(rank=rank, boot=boot) for rank in (0, 3) for boot in ("a", "b")]
     await both_start(service, *ranks, FakeRank(rank=1, boot="c"))
     assert await shown(service) == [None] * 2
@@ -191,7 +183,7 @@ async def test_processes_that_share_a_rank_are_named_once_in_the_log_and_in_ever
 
 @pytest.mark.parametrize("end", ["dies", "finishes", "is sent from its spool", "says its last words late"])
 @pytest.mark.promise("A18")
-async def test_a_process_that_was_restarted_shares_its_rank_with_nobody(service: Any, clock: Any, end: str) -> None:
+async def test_restarted_process_is_not_reported_as_sharing_its_rank(service: Any, clock: Any, end: str) -> None:
     old, new = FakeRank(boot="a"), FakeRank(boot="b")
     await service.store(old, old.started(), old.sample(1), age=1000)
     await service.store(new, new.started(step=1), age=1)
@@ -229,9 +221,7 @@ def start_of(row: Any) -> Start:
 @pytest.mark.promise("S27")
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 6))])
-async def test_in_whatever_order_process_starts_move_each_counts_up_to_where_a_later_one_began(
-    service: Any, seed: int, ranks: int
-) -> None:
+async def test_process_order_matches_reference_for_random_arrivals(service: Any, seed: int, ranks: int) -> None:
     """What is stored after every batch is what follows from all process starts of the run at once."""
     draw = random.Random(seed)
     starts = [

@@ -42,7 +42,7 @@ def found_in(path: Path) -> set[str]:
     return found
 
 
-def test_no_module_of_the_service_can_run_or_unpickle_what_it_was_sent() -> None:
+def test_service_modules_never_execute_or_unpickle_data() -> None:
     assert len(sources()) > 30
     offences = {path.name: found_in(path) for path in sources()}
     offences["database.py"] -= {"SQL put together from values"}  # PRAGMA takes no parameters; its values are constants

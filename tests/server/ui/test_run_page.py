@@ -11,7 +11,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 from tests.server.ui.conftest import Service
-from tests.server.ui.reading import MINUS, button, fill, open_run, text, tile, wait
+from tests.server.ui.page_driver import MINUS, button, fill, open_run, text, tile, wait
 
 from foreshock.benchmarks.service import send_long_run
 
@@ -25,9 +25,7 @@ pytestmark = pytest.mark.servers
 
 
 @pytest.mark.full
-def test_a_run_appears_moves_warns_is_switched_verified_and_switched_back(
-    chromium: Chrome, service: Service, feeder: Feeder
-) -> None:
+def test_run_appears_warns_is_switched_verified_and_undone(chromium: Chrome, service: Service, feeder: Feeder) -> None:
     chromium.get(service.url)
     wait("the stream is open", lambda: text(chromium, ".connection") == "live")
 
@@ -83,7 +81,7 @@ def test_a_run_appears_moves_warns_is_switched_verified_and_switched_back(
 
 
 @pytest.mark.full
-def test_a_lost_connection_is_said_and_what_was_missed_comes_after_it(
+def test_page_reports_lost_connection_and_catches_up_after_reconnect(
     chromium: Chrome, service: Service, feeder: Feeder, complaints: Callable[[], list[str]]
 ) -> None:
     feeder.start()
@@ -111,7 +109,7 @@ def shown(chromium: Chrome) -> dict[str, list[str]]:
     return parse_qs(urlsplit(chromium.current_url).query)
 
 
-def test_an_address_names_head_measure_and_steps_and_follows_the_heat_map_and_what_is_chosen(
+def test_url_selects_head_metric_and_steps_and_follows_user_choices(
     chromium: Chrome, service: Service, feeder: Feeder
 ) -> None:
     feeder.start()
@@ -147,7 +145,7 @@ def test_an_address_names_head_measure_and_steps_and_follows_the_heat_map_and_wh
     wait("the last step is shown", lambda: text(chromium, ".reading").startswith(last))
 
 
-def test_what_was_not_recorded_is_said_and_a_run_that_fell_silent_is_not_shown_as_active(
+def test_unrecorded_metrics_are_labelled_and_silent_run_is_not_active(
     chromium: Chrome, service: Service, feeder: Feeder
 ) -> None:
     feeder.recorded = frozenset({"states"})
@@ -170,7 +168,7 @@ def test_what_was_not_recorded_is_said_and_a_run_that_fell_silent_is_not_shown_a
 
 
 @pytest.mark.full
-def test_the_page_of_a_million_steps_asks_for_a_few_megabytes_in_a_few_requests(
+def test_page_of_million_step_run_loads_few_megabytes_in_few_requests(
     chromium: Chrome, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     service = Service(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 from tests.server.ui.conftest import Feeder, Service
-from tests.server.ui.reading import button, fill, listed, open_list, text, wait
+from tests.server.ui.page_driver import button, fill, listed, open_list, text, wait
 
 from foreshock.contract.wire import Finished
 
@@ -59,9 +59,7 @@ def search(chromium: Chrome, words: str) -> None:
 
 
 @pytest.mark.promise("S23")
-def test_a_fleet_is_ordered_by_need_searched_filtered_and_compared_and_the_address_says_how(
-    chromium: Chrome, fleet: Service
-) -> None:
+def test_run_list_sorts_filters_searches_and_compares_runs_and_updates_url(chromium: Chrome, fleet: Service) -> None:
     open_list(chromium, fleet)
     names = listed(chromium)
     assert [*names[:2], names[-1]] == ["zz-failing", "sweep/029", "a-done"], "by need; what has ended is last"
@@ -100,12 +98,10 @@ def test_a_fleet_is_ordered_by_need_searched_filtered_and_compared_and_the_addre
     assert [row.find_element(By.TAG_NAME, "a").text for row in rows] == chosen
 
 
-MANY = Path(__file__).with_name("a_thousand_runs.js").read_text()
+MANY = Path(__file__).with_name("thousand_runs.js").read_text()
 
 
-def test_a_fleet_takes_a_request_for_each_500_runs_a_hundred_rows_and_none_to_search(
-    chromium: Chrome, fleet: Service
-) -> None:
+def test_list_of_1000_runs_takes_two_requests_and_searches_in_the_browser(chromium: Chrome, fleet: Service) -> None:
     added = chromium.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": MANY})
     try:
         open_list(chromium, fleet, sort="name")
@@ -120,7 +116,7 @@ def test_a_fleet_takes_a_request_for_each_500_runs_a_hundred_rows_and_none_to_se
         chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
 
 
-def test_what_people_say_of_a_run_is_on_its_page_and_finds_it_in_the_list_until_it_is_deleted(
+def test_run_description_is_shown_and_searchable_and_run_can_be_deleted(
     chromium: Chrome, service: Service, feeder: Feeder, complaints: Callable[[], list[str]]
 ) -> None:
     feeder.start()

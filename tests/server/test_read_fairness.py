@@ -31,9 +31,7 @@ async def settled() -> None:
 
 @given(st.integers(1, 3), st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=24))
 @pytest.mark.promise("S26")
-def test_whoever_waits_has_a_turn_within_as_many_as_there_are_callers(
-    at_once: int, requests: list[tuple[str, bool]]
-) -> None:
+def test_waiting_callers_are_served_round_robin(at_once: int, requests: list[tuple[str, bool]]) -> None:
     """Some requests leave while they wait, half of those by being cancelled."""
 
     async def play() -> None:
@@ -90,7 +88,7 @@ def as_(secret: str) -> dict[str, str]:
 
 @pytest.mark.settings(tokens=TOKENS)
 @pytest.mark.promise("S26")
-async def test_curves_of_one_token_keep_no_list_no_run_and_no_curve_of_another_waiting(service: Any) -> None:
+async def test_curves_of_one_token_do_not_delay_reads_of_another(service: Any) -> None:
     rank = FakeRank(run="b/one")
     assert (await service.post(rank.batch(rank.started(), rank.sample(1)), secret=BOB)).status_code == 200
 
@@ -130,7 +128,7 @@ QUERY = {"line": "run.loss", "metric": "head.score_max", "mode": "exact_delta"}
 
 
 @pytest.mark.promise("S26")
-async def test_everything_that_is_read_of_the_store_takes_turns(service: Any) -> None:
+async def test_every_read_of_the_store_waits_for_its_turn(service: Any) -> None:
     """Or many requests for incidents or events of one caller would hold up what others read."""
     rank = FakeRank(run="b/one")
     await service.store(rank, rank.started(), rank.sample(1))
@@ -152,7 +150,7 @@ async def test_everything_that_is_read_of_the_store_takes_turns(service: Any) ->
 
 
 @pytest.mark.promise("S4")
-async def test_batches_are_stored_while_readers_hold_every_connection(service: Any, rank: FakeRank) -> None:
+async def test_batches_are_stored_while_readers_use_every_connection(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(), rank.sample(1))
     engine = service.app.state.store.reader.engine
     with ExitStack() as held:
@@ -175,9 +173,7 @@ LARGE = (
 @pytest.mark.full
 @pytest.mark.promise("S4")
 @pytest.mark.usefixtures("on_both")
-async def test_large_answers_are_read_and_written_beside_the_event_loop(
-    service: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_large_responses_are_built_outside_the_event_loop(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, worked = threading.get_ident(), defaultdict[str, set[int]](set)
 
     def watched(name: str, work: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 from tests.e2e.running import absent
 from tests.server.ui.conftest import Feeder, Service
-from tests.server.ui.reading import fill, listed, open_list, wait, warn_about
+from tests.server.ui.page_driver import fill, listed, open_list, wait, warn_about
 
 from foreshock.contract.modes import DEFAULT_MITIGATION
 from foreshock.contract.wire import Finished, Switched
@@ -185,7 +185,7 @@ def views(chromium: Chrome, service: Service, run: str, guarded: Service, width:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("width", "theme"), [(1440, "dark"), (390, "light")])
-def test_every_view_and_dialog_is_whole_at_any_width_and_without_a_barrier(
+def test_every_view_and_dialog_fits_and_passes_accessibility_checks(
     screen: Chrome, service: Service, guarded: Service, run: str, axe: str, width: int, theme: str
 ) -> None:
     media = [{"name": "prefers-color-scheme", "value": theme}]
@@ -201,9 +201,7 @@ def test_every_view_and_dialog_is_whole_at_any_width_and_without_a_barrier(
 
 @pytest.mark.full
 @pytest.mark.parametrize("warnings", [3, 144])
-def test_the_first_chart_is_on_the_screen_however_many_warnings_there_are(
-    screen: Chrome, service: Service, warnings: int
-) -> None:
+def test_first_chart_is_visible_with_many_warnings(screen: Chrome, service: Service, warnings: int) -> None:
     feeder = Feeder(service.client, f"first-chart-{warnings}", layers=3, heads=48)
     feeder.start(labels={"model": "gpt-768", "corpus": "text"})
     feeder.train(40)
