@@ -1,6 +1,6 @@
-"""Public bug reports rebuilt on a small model: what foreshock says of each, compared with what it has to say.
+"""Public bug reports rebuilt on a small model, and foreshock's warnings compared with the expected ones.
 
-`python -m tests.reports.public` trains every one of them, writes answers.csv, and prints the totals.
+`python -m tests.reports.public` trains all of them, writes answers.csv, and prints the totals.
 """
 
 import csv
@@ -14,14 +14,14 @@ from typing import Final
 from tests.reports.settings import SETTINGS
 
 GITHUB: Final = "https://github.com/"
-HEAD: Final = ["report", "its setting", "failure", "reported", "place", "advice"]
+HEADER: Final = ["report", "its setting", "failure", "reported", "place", "advice"]
 ANSWERS: Final = Path(__file__).parent / "answers.csv"
-"""What foreshock answered when it was last asked, in the order of reports.toml."""
+"""The recorded results, in the order of reports.toml."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One public report, and patterns of the words that answer it (reports.toml)."""
+    """One public report, and patterns that a correct warning matches (reports.toml)."""
 
     address: str
     setting: str
@@ -31,14 +31,14 @@ class Report:
     advice: str
     false: str = r"(?!)"
     unseen: str = ""
-    """the set of reports that were chosen before the product was changed for any of them; empty: it was tuned on it"""
+    """name of the held-out set that has this report; empty if foreshock was tuned on it"""
     diverges: bool = False
-    """whether the person saw a loss of twice the first one, and no NaN"""
+    """whether the reported failure is a loss of twice the first one, without NaN"""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What foreshock reported of it."""
+    """foreshock's warning about a report, and whether it is correct."""
 
     words: str
     when: str
@@ -49,36 +49,36 @@ class Answer:
 def _read() -> tuple[Report, ...]:
     data = tomllib.loads((Path(__file__).parent / "reports.toml").read_text())
     patterns = data["patterns"]
-    named = [{key: patterns.get(value, value) for key, value in each.items()} for each in data["report"]]
-    return tuple(Report(**each) for each in named)
+    entries = [{key: patterns.get(value, value) for key, value in entry.items()} for entry in data["report"]]
+    return tuple(Report(**entry) for entry in entries)
 
 
 REPORTS: Final = _read()
 SETS: Final = tuple(dict.fromkeys(report.unseen for report in REPORTS))
-"""Of reports, in their order."""
+"""Names of the sets of reports, in order."""
 
 
 def answer(report: Report) -> Answer:
-    """Train it, and compare the first words with what the report needs."""
-    found = SETTINGS[report.address]()
-    unseen = re.search(r"[^\n]*see no key[^\n]*", found.table)
-    step = 1 if unseen and not found.raised else found.raised[0].step if found.raised else None
-    words = " ".join(filter(None, (unseen and unseen.group(), found.told, *found.later)))
-    doubled = found.first_loss(lambda loss: not loss < 2 * found.losses[0])
-    harmed = doubled if report.diverges else found.harmed
-    when = "not" if step is None else "before" if step < harmed else "with" if step == harmed else "after"
+    """Train the report's setting, and compare the first warning with the patterns."""
+    outcome = SETTINGS[report.address]()
+    unseen = re.search(r"[^\n]*see no key[^\n]*", outcome.table)
+    step = 1 if unseen and not outcome.raised else outcome.raised[0].step if outcome.raised else None
+    words = " ".join(filter(None, (unseen and unseen.group(), outcome.first_text, *outcome.later_texts)))
+    doubled_step = outcome.first_loss(lambda loss: not loss < 2 * outcome.losses[0])
+    failure_step = doubled_step if report.diverges else outcome.failure_step
+    when = "not" if step is None else "before" if step < failure_step else "with" if step == failure_step else "after"
     advice = bool(re.search(report.advice, words)) and not re.search(report.false, words)
     return Answer(words, when, bool(re.search(report.place, words)), advice)
 
 
-def row(report: Report, found: Answer) -> list[str]:
-    """Its line in ANSWERS."""
-    place, advice = ("right" if right else "missed" for right in (found.place, found.advice))
-    return [GITHUB + report.address, report.setting, report.failure, found.when, place, advice]
+def row(report: Report, result: Answer) -> list[str]:
+    """The line of a report in ANSWERS."""
+    place, advice = ("right" if right else "missed" for right in (result.place, result.advice))
+    return [GITHUB + report.address, report.setting, report.failure, result.when, place, advice]
 
 
 def summary(rows: list[list[str]]) -> str:
-    """What docs/evidence.md says of these lines."""
+    """The sentence for these lines in docs/evidence.md."""
     in_time = sum(when in ("before", "with") for *_, when, _, _ in rows)
     place, advice = (sum(line[column] == "right" for line in rows) for column in (-2, -1))
     return (
@@ -88,11 +88,11 @@ def summary(rows: list[list[str]]) -> str:
 
 
 if __name__ == "__main__":
-    given = {each.address: answer(each) for each in REPORTS if re.search("|".join(sys.argv[1:]), each.address)}
-    rows = {each.address: row(each, given[each.address]) for each in REPORTS if each.address in given}
+    answers = {entry.address: answer(entry) for entry in REPORTS if re.search("|".join(sys.argv[1:]), entry.address)}
+    rows = {entry.address: row(entry, answers[entry.address]) for entry in REPORTS if entry.address in answers}
     for unseen in SETS:
-        print(summary([line for each in REPORTS if each.unseen == unseen and (line := rows.get(each.address))]))
-    print(*(f"{address}: {found.words}" for address, found in given.items()), sep="\n", file=sys.stderr)
+        print(summary([line for entry in REPORTS if entry.unseen == unseen and (line := rows.get(entry.address))]))
+    print(*(f"{address}: {outcome.words}" for address, outcome in answers.items()), sep="\n", file=sys.stderr)
     if len(rows) == len(REPORTS):
         with ANSWERS.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([HEAD, *rows.values()])
+            csv.writer(file, lineterminator="\n").writerows([HEADER, *rows.values()])

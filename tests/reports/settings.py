@@ -1,4 +1,4 @@
-"""The settings of public bug reports on a small model, each by the address of its report (reports.toml)."""
+"""The settings of public bug reports on a small model, by the address of the report (reports.toml)."""
 
 import math
 from collections.abc import Callable
@@ -22,26 +22,28 @@ from tests.reports.training import (
 )
 from torch import Tensor, nn
 
-MEASURED, MISSED = 20, 24
-"""A step whose rows are measured, the last of ten; and one whose rows are not."""
+SAMPLED_STEP, UNSAMPLED_STEP = 20, 24
+"""A step whose rows are sampled (every tenth is), and a step whose rows are not."""
 
 
-def overflow_in_half(block: int, part: str, factor: float, at: Callable[[int], bool]) -> Callable[[Model, int], Any]:
-    """A part of a block computes in float16, on activations that have grown by `factor`."""
+def overflow_in_half(
+    block: int, part: str, factor: float, is_broken_step: Callable[[int], bool]
+) -> Callable[[Model, int], Any]:
+    """A part of a block computes in float16 with activations multiplied by `factor`."""
 
     def before(model: Model, step: int) -> Any:
         module = getattr(model.blocks[block], part)
         change = lambda _, __, out: (out * factor).half().to(out.dtype)  # noqa: E731
-        return [module.register_forward_hook(change)] if at(step) else []
+        return [module.register_forward_hook(change)] if is_broken_step(step) else []
 
     return before
 
 
-def broken_backward(block: int, part: str, at: Callable[[int], bool], number: float = math.nan) -> Any:
-    """The backward of one part gives a number that is not finite."""
+def broken_backward(block: int, part: str, is_broken_step: Callable[[int], bool], number: float = math.nan) -> Any:
+    """The backward of one part returns a non-finite number."""
 
     def before(model: Model, step: int) -> Any:
-        return [poison(model.get_submodule(f"blocks.{block}.{part}"), number)] if at(step) else []
+        return [poison(model.get_submodule(f"blocks.{block}.{part}"), number)] if is_broken_step(step) else []
 
     return before
 
@@ -55,7 +57,7 @@ def since(step: int, every: int = 1) -> Callable[[int], bool]:
 
 
 def changed(change: Callable[[Model], object]) -> Callable[[], Model]:
-    """A model whose weights were loaded from a checkpoint that `change` describes."""
+    """A model whose weights were changed by `change`, as if loaded from a checkpoint."""
 
     def make() -> Model:
         model = Model()
@@ -66,21 +68,21 @@ def changed(change: Callable[[Model], object]) -> Callable[[], Model]:
     return make
 
 
-def replaced(place: str, by: Callable[[Any], nn.Module]) -> Callable[[], Model]:
-    """A model with others in the place of the modules whose names match; `by` is given what was there."""
+def replaced(place: str, make: Callable[[Any], nn.Module]) -> Callable[[], Model]:
+    """A model in which the modules with matching names are replaced; `make` gets the original module."""
 
     def change(model: Model) -> None:
-        for name, old in [*model.named_modules()]:
+        for name, original in [*model.named_modules()]:
             if fnmatch(name, place):
-                model.set_submodule(name, by(old))
+                model.set_submodule(name, make(original))
 
     return changed(change)
 
 
 def attention_of(model: Model, block: int) -> Attention:
-    found = model.get_submodule(f"blocks.{block}.attn")
-    assert isinstance(found, Attention)
-    return found
+    attention = model.get_submodule(f"blocks.{block}.attn")
+    assert isinstance(attention, Attention)
+    return attention
 
 
 def queries_and_keys(model: Model, block: int) -> tuple[nn.Linear, nn.Linear]:
@@ -89,7 +91,7 @@ def queries_and_keys(model: Model, block: int) -> tuple[nn.Linear, nn.Linear]:
 
 
 def padded(columns: int, *, left: bool) -> Tensor:
-    """A mask as people write it: padding on one side, and causal only if that is the left one."""
+    """A boolean mask with padding on one side; it is causal only for left padding."""
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
     mask = (mask.tril() if left else mask).expand(BATCH, 1, -1, -1).clone()
     mask[::2, ..., slice(columns) if left else slice(LENGTH - columns, None)] = False
@@ -103,18 +105,18 @@ def additive(mask: Tensor) -> Tensor:
 
 
 def packed() -> Tensor:
-    """Two documents in a row; the padding behind them belongs to none."""
+    """Two documents in a row; the padding after them belongs to neither."""
     mask = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
     mask[:5, :5] = mask[5:10, 5:10] = True
     return mask.tril().expand(BATCH, 1, -1, -1)
 
 
-def no_labels(at: Callable[[int], bool]) -> Callable[[Tensor, int], Tensor]:
-    return lambda wanted, step: torch.full_like(wanted, -100) if at(step) else wanted
+def ignored_labels(is_broken_step: Callable[[int], bool]) -> Callable[[Tensor, int], Tensor]:
+    return lambda targets, step: torch.full_like(targets, -100) if is_broken_step(step) else targets
 
 
 class Adapter(nn.Module):
-    """LoRA, with factors in a type of its own."""
+    """LoRA with factors in a separate dtype."""
 
     def __init__(self, base: nn.Linear, dtype: torch.dtype, scale: float) -> None:
         super().__init__()
@@ -139,7 +141,7 @@ def adapted(scale: float) -> Callable[[], nn.Module]:
 
 
 def eager(implementation: str, bias: float) -> Callable[[], nn.Module]:
-    """A decoder of transformers with large biases on queries and keys of layer 1 head 2, under float16."""
+    """A decoder from transformers with large biases on queries and keys of layer 1 head 2, in float16 autocast."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     class Half(nn.Module):
@@ -170,7 +172,7 @@ def eager(implementation: str, bias: float) -> Callable[[], nn.Module]:
 
 
 class Padded(Model):
-    """One layer of nn.MultiheadAttention that returns its weights, with both of its masks, which hide some rows."""
+    """One layer of nn.MultiheadAttention with need_weights and both masks, which leave some rows without keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,36 +188,36 @@ class Padded(Model):
         return self.head(self.norm(x + out))  # type: ignore[no-any-return]
 
 
-def without_padding(wanted: Tensor, step: int) -> Tensor:
-    """The labels of rows that see no key are ignored."""
-    kept = wanted.clone().view(BATCH, LENGTH)
-    kept[::2, :3] = -100
-    return kept.flatten()
+def without_padding(targets: Tensor, step: int) -> Tensor:
+    """Ignore the labels of rows without keys."""
+    remaining = targets.clone().view(BATCH, LENGTH)
+    remaining[::2, :3] = -100
+    return remaining.flatten()
 
 
-def divided_by_count(logits: Tensor, wanted: Tensor, step: int) -> Tensor:
-    """A masked sum over tokens by their number, which is 0 in one batch."""
-    kept = torch.full(wanted.shape, float(step != MISSED))
-    return (F.cross_entropy(logits, wanted, reduction="none") * kept).sum() / kept.sum()
+def divided_by_count(logits: Tensor, targets: Tensor, step: int) -> Tensor:
+    """A masked loss divided by the number of tokens, which is 0 in one batch."""
+    remaining = torch.full(targets.shape, float(step != UNSAMPLED_STEP))
+    return (F.cross_entropy(logits, targets, reduction="none") * remaining).sum() / remaining.sum()
 
 
-def norm_of_zero(logits: Tensor, wanted: Tensor, step: int) -> Tensor:
-    """A regularisation by a norm, of a vector that is zero in one batch."""
-    centre = logits.mean(0) * (step != MISSED)
-    return F.cross_entropy(logits, wanted) + 0.01 * centre.square().sum().sqrt()
+def norm_of_zero(logits: Tensor, targets: Tensor, step: int) -> Tensor:
+    """A norm regulariser of a vector that is zero in one batch."""
+    centre = logits.mean(0) * (step != UNSAMPLED_STEP)
+    return F.cross_entropy(logits, targets) + 0.01 * centre.square().sum().sqrt()
 
 
 class Features(Model):
-    """Continuous features in, of which one batch has a NaN."""
+    """Continuous input features; one batch has a NaN."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.into, self.seen = nn.Linear(WIDTH, WIDTH), 0
+        self.into, self.calls = nn.Linear(WIDTH, WIDTH), 0
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        self.seen += 1
+        self.calls += 1
         features = F.one_hot(tokens % WIDTH, WIDTH).float()
-        features[0, 3, 5] = math.nan if self.seen == MISSED else 0.0
+        features[0, 3, 5] = math.nan if self.calls == UNSAMPLED_STEP else 0.0
         x = self.into(features)
         for block in self.blocks:
             x = block(x, mask)
@@ -223,7 +225,7 @@ class Features(Model):
 
 
 class Temperature(Model):
-    """The logits are scaled by the exponential of a weight that nothing bounds."""
+    """The logits are scaled by the exponential of an unbounded weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,15 +236,15 @@ class Temperature(Model):
         return self.logit_scale.exp() * logits
 
 
-def grown(model: Model, step: int) -> Any:
-    """The scale has grown."""
+def grow_temperature(model: Model, step: int) -> Any:
+    """Increase the logit scale."""
     with torch.no_grad():
         model.get_parameter("logit_scale").add_(4.0)
     return []
 
 
-class ByHand(Attention):
-    """Scores, -inf and a softmax written out."""
+class HandwrittenAttention(Attention):
+    """Attention written with matmul, masked_fill and softmax."""
 
     repairs = False
 
@@ -253,7 +255,7 @@ class ByHand(Attention):
         return (weights.nan_to_num(0.0) if self.repairs else weights) @ value
 
 
-class Routed(Model):
+class Experts(Model):
     """Block 2 has four experts; the coefficient of variation of their loads is part of the loss."""
 
     def __init__(self) -> None:
@@ -275,14 +277,14 @@ class Routed(Model):
         return self.head(self.norm(x)) + 0.01 * self.balance  # type: ignore[no-any-return]
 
 
-def reverse_kl(logits: Tensor, wanted: Tensor, step: int) -> Tensor:
-    """Distillation by the reverse divergence at a low temperature: probabilities of the student reach 0."""
-    student, teacher = (logits / 0.01).softmax(-1), F.one_hot(wanted, logits.shape[-1]).float()
+def reverse_kl(logits: Tensor, targets: Tensor, step: int) -> Tensor:
+    """Distillation by reverse KL at a low temperature: probabilities of the student become 0."""
+    student, teacher = (logits / 0.01).softmax(-1), F.one_hot(targets, logits.shape[-1]).float()
     return F.kl_div(teacher.log_softmax(-1), student, reduction="batchmean")
 
 
 class Extrapolated(Attention):
-    """Rotary positions of xPos, whose base is negative at early positions: its power is NaN there."""
+    """xPos rotary embeddings whose base is negative at early positions, where its power is NaN."""
 
     def operands(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale = ((torch.arange(LENGTH) - 1) / LENGTH) ** 0.4
@@ -290,42 +292,42 @@ class Extrapolated(Attention):
 
 
 class NewTokens(Model):
-    """Two tokens were added, whose embeddings are memory that nobody wrote. The batch of one step has one of them."""
+    """Two tokens were added with uninitialised embeddings. The batch of one step contains one of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.seen = nn.Embedding(VOCABULARY + 2, WIDTH), 0
+        self.embed, self.calls = nn.Embedding(VOCABULARY + 2, WIDTH), 0
         with torch.no_grad():
             self.embed.weight[VOCABULARY:] = math.nan
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        self.seen += 1
-        if self.seen == MISSED:
+        self.calls += 1
+        if self.calls == UNSAMPLED_STEP:
             tokens = tokens.clone()
             tokens[2, 7] = VOCABULARY
         return super().forward(tokens, mask)
 
 
 class RootNorm(nn.Module):
-    """A norm that adds its epsilon to the root of the variance, and not below it."""
+    """A norm that adds epsilon to the standard deviation instead of the variance."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True).sqrt() + 1e-5)
 
 
 def constant_rows(model: Model, step: int) -> Any:
-    """The features of one token are all the same where the norm reads them."""
+    """All features of one token are equal at the input of the norm."""
 
-    def same(_: nn.Module, given: Any) -> Any:
-        keep = torch.ones_like(given[0])
+    def mask_row(_: nn.Module, inputs: Any) -> Any:
+        keep = torch.ones_like(inputs[0])
         keep[1, 4] = 0.0
-        return (given[0] * keep,)
+        return (inputs[0] * keep,)
 
-    return [model.get_submodule("blocks.2.ln_2").register_forward_pre_hook(same)] if step == MISSED else []
+    return [model.get_submodule("blocks.2.ln_2").register_forward_pre_hook(mask_row)] if step == UNSAMPLED_STEP else []
 
 
 class Translation(Model):
-    """Layer 2 attends to an encoder's output; the context of one sample is all padding."""
+    """Layer 2 attends to an encoder's output; the context of one sample is only padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +345,7 @@ class Translation(Model):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-def lowest_mask() -> nn.Module:
+def lowest_float16_mask() -> nn.Module:
     """Eager attention in float16 adds the lowest number of float16 to negative scores of left-padded rows."""
     model: Any = eager("eager", 12.0)()
     with torch.no_grad():
@@ -362,13 +364,13 @@ def lowest_mask() -> nn.Module:
     return Padding().half()
 
 
-def without_rate(parameters: Any) -> torch.optim.Optimizer:
+def nan_learning_rate(parameters: Any) -> torch.optim.Optimizer:
     """A schedule without warm-up divides 0 by 0 in its first step."""
     return torch.optim.SGD(parameters, lr=torch.tensor(math.nan))
 
 
-class WithTemperature(Model):
-    """Logits of padded negatives are -inf before they are divided by a learned temperature."""
+class MaskedLogits(Model):
+    """Logits of padded negatives are -inf before the division by a learned temperature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -379,15 +381,15 @@ class WithTemperature(Model):
         return super().forward(tokens, mask).masked_fill(padded, -math.inf) / self.temperature
 
 
-def with_negatives(wanted: Tensor, step: int) -> Tensor:
-    """No label is a padded negative."""
-    return wanted % (VOCABULARY - 2)
+def without_padded_labels(targets: Tensor, step: int) -> Tensor:
+    """Labels without padded negatives."""
+    return targets % (VOCABULARY - 2)
 
 
-def clipped_divergence(logits: Tensor, wanted: Tensor, step: int) -> Tensor:
-    """A KL estimate that is clipped after its exponential; the old policy of one batch is far away."""
-    likelihood = -F.cross_entropy(logits, wanted, reduction="none")
-    ratio = likelihood.detach() + (200.0 if step == MISSED else 0.1) - likelihood
+def clipped_divergence(logits: Tensor, targets: Tensor, step: int) -> Tensor:
+    """A KL estimate that is clipped after its exponential; in one batch the old policy differs strongly."""
+    likelihood = -F.cross_entropy(logits, targets, reduction="none")
+    ratio = likelihood.detach() + (200.0 if step == UNSAMPLED_STEP else 0.1) - likelihood
     return (ratio.exp() - ratio - 1).clamp(max=10.0).mean() - likelihood.mean()
 
 
@@ -410,7 +412,7 @@ class ZeroWarmUp(torch.optim.Optimizer):
 
 
 class UnusedTokens(Model):
-    """Some tokens are in no batch, so their embeddings have gradients of 0."""
+    """Some tokens never occur, so the gradients of their embeddings are 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -423,35 +425,35 @@ class LinearAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v, self.decay = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.seen, self.factor = 0, 1.0
+        self.calls, self.factor = 0, 1.0
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        self.seen += 1
-        summed = (F.logsigmoid(self.decay(x)) * (40.0 if self.seen == MISSED else 1.0)).cumsum(1)
+        self.calls += 1
+        summed = (F.logsigmoid(self.decay(x)) * (40.0 if self.calls == UNSAMPLED_STEP else 1.0)).cumsum(1)
         weighted = self.k(x) * (summed[:, :1] - summed).exp()
         scores = (self.q(x) * (summed - summed[:, :1]).exp()) @ weighted.transpose(1, 2)
         out: Tensor = scores.tril() @ self.v(x) / LENGTH
         return out
 
 
-def transcripts(logits: Tensor, wanted: Tensor, step: int) -> Tensor:
-    """CTC; the transcripts of one batch are longer than what they transcribe."""
+def ctc_with_long_transcripts(logits: Tensor, targets: Tensor, step: int) -> Tensor:
+    """CTC; the transcripts of one batch are longer than their audio."""
     frames = logits.view(BATCH, LENGTH, -1).transpose(0, 1).log_softmax(-1)
-    length = LENGTH + 2 if step == MISSED else 4
-    labels = (wanted.view(BATCH, LENGTH).repeat(1, 2)[:, :length] + 1) % VOCABULARY
+    length = LENGTH + 2 if step == UNSAMPLED_STEP else 4
+    labels = (targets.view(BATCH, LENGTH).repeat(1, 2)[:, :length] + 1) % VOCABULARY
     labels = labels.clamp(min=1)
     return F.ctc_loss(frames, labels, torch.full((BATCH,), LENGTH), torch.full((BATCH,), length))
 
 
-def weighted_by_noise(logits: Tensor, wanted: Tensor, step: int) -> Tensor:
+def weighted_by_noise(logits: Tensor, targets: Tensor, step: int) -> Tensor:
     """Samples are weighted by min(SNR, 5) / SNR, which is 0 / 0 at the last of the noise levels."""
-    ratio = torch.tensor([30.0, 5.0, 1.0, 0.3, 0.1, 0.0 if step == MISSED else 0.03])
+    ratio = torch.tensor([30.0, 5.0, 1.0, 0.3, 0.1, 0.0 if step == UNSAMPLED_STEP else 0.03])
     weights = ratio.clamp(max=5.0) / ratio
-    return (F.cross_entropy(logits, wanted, reduction="none").view(BATCH, LENGTH).mean(1) * weights).mean()
+    return (F.cross_entropy(logits, targets, reduction="none").view(BATCH, LENGTH).mean(1) * weights).mean()
 
 
 class Bottleneck(nn.Module):
-    """A sample of a normal distribution, whose log variance nothing bounds."""
+    """A sample of a normal distribution with an unbounded log variance."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -462,16 +464,16 @@ class Bottleneck(nn.Module):
         return self.mean(x) + torch.randn_like(x) * (0.5 * self.log_variance(x)).exp()  # type: ignore[no-any-return]
 
 
-def grown_variance(model: Model, step: int) -> Any:
-    """The log variances have grown."""
-    if step == MISSED:
+def grow_variance(model: Model, step: int) -> Any:
+    """Increase the log variances."""
+    if step == UNSAMPLED_STEP:
         with torch.no_grad():
             model.get_parameter("blocks.1.log_variance.bias").add_(400.0)
     return []
 
 
-class Decomposed(nn.Module):
-    """A weight by direction and magnitude; the norm of a row that is all 0 is 0."""
+class WeightNormalised(nn.Module):
+    """A weight as direction times magnitude; the norm of a zero row is 0."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -485,45 +487,45 @@ class Decomposed(nn.Module):
         return F.linear(x, self.magnitude * direction, self.base.bias)
 
 
-class Chosen(nn.Module):
-    """torch.where between two activations, one of which overflows where the other is chosen."""
+class WhereActivation(nn.Module):
+    """torch.where between two activations; one overflows at positions where the other is selected."""
 
     def __init__(self, up: nn.Linear) -> None:
         super().__init__()
-        self.up, self.seen = up, 0
+        self.up, self.calls = up, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen += 1
-        x = self.up(x) * (200.0 if self.seen == MISSED else 1.0)
+        self.calls += 1
+        x = self.up(x) * (200.0 if self.calls == UNSAMPLED_STEP else 1.0)
         return torch.where(x <= 1.0, x.exp() - 1.0, x.clamp(max=3.0))
 
 
 def wrong_sign() -> Tensor:
-    """Keys that are hidden get +inf added."""
+    """An additive mask with +inf for hidden keys."""
     return torch.full((LENGTH, LENGTH), math.inf).triu(1)
 
 
 SETTINGS: Final[dict[str, Callable[[], Outcome]]] = {
-    "huggingface/transformers/issues/5651": lambda: train(before=overflow_in_half(1, "down", 1e6, once(MEASURED))),
+    "huggingface/transformers/issues/5651": lambda: train(before=overflow_in_half(1, "down", 1e6, once(SAMPLED_STEP))),
     "google-research/text-to-text-transfer-transformer/issues/539": lambda: train(
-        120, before=overflow_in_half(0, "down", 1e6, since(MISSED, 7)), skip_broken=True
+        120, before=overflow_in_half(0, "down", 1e6, since(UNSAMPLED_STEP, 7)), skip_broken=True
     ),
-    "huggingface/transformers/issues/12225": lambda: train(before=overflow_in_half(3, "down", 1e6, once(MEASURED))),
-    "pytorch/pytorch/issues/41527": lambda: train(before=overflow_in_half(2, "ln_1", math.nan, once(MEASURED))),
+    "huggingface/transformers/issues/12225": lambda: train(before=overflow_in_half(3, "down", 1e6, once(SAMPLED_STEP))),
+    "pytorch/pytorch/issues/41527": lambda: train(before=overflow_in_half(2, "ln_1", math.nan, once(SAMPLED_STEP))),
     "huggingface/diffusers/pull/13316": lambda: train(
-        before=overflow_in_half(2, "ln_1", math.nan, since(MISSED, 3)), skip_broken=True
+        before=overflow_in_half(2, "ln_1", math.nan, since(UNSAMPLED_STEP, 3)), skip_broken=True
     ),
     "pytorch/pytorch/issues/40497": lambda: train(20, lr=1e-4, make=eager("eager", 300.0)),
     "showlab/Tune-A-Video/issues/103": lambda: train(20, lr=1e-4, make=eager("sdpa", 300.0)),
     "Dao-AILab/flash-attention/issues/41": lambda: train(
-        before=broken_backward(2, "attn.q_proj", since(MISSED, 8)), skip_broken=True, steps=120
+        before=broken_backward(2, "attn.q_proj", since(UNSAMPLED_STEP, 8)), skip_broken=True, steps=120
     ),
-    "Dao-AILab/flash-attention/issues/334": lambda: train(before=broken_backward(1, "attn.q_proj", once(MEASURED))),
+    "Dao-AILab/flash-attention/issues/334": lambda: train(before=broken_backward(1, "attn.q_proj", once(SAMPLED_STEP))),
     "HKUSTDial/flash-sparse-attention/issues/121": lambda: train(
-        before=broken_backward(3, "attn.v_proj", once(MISSED), math.inf)
+        before=broken_backward(3, "attn.v_proj", once(UNSAMPLED_STEP), math.inf)
     ),
     "ymcui/Chinese-LLaMA-Alpaca/issues/534": lambda: train(
-        120, before=broken_backward(1, "down", since(MISSED), math.inf), skip_broken=True
+        120, before=broken_backward(1, "down", since(UNSAMPLED_STEP), math.inf), skip_broken=True
     ),
     "NVIDIA/apex/issues/318": lambda: train(
         120, before=broken_backward(3, "up", since(2, 2), math.inf), skip_broken=True
@@ -539,36 +541,38 @@ SETTINGS: Final[dict[str, Callable[[], Outcome]]] = {
         first_step=501,
         make=changed(lambda model: attention_of(model, 2).q_proj.weight[5].fill_(math.nan)),
     ),
-    "pytorch/pytorch/issues/75181": lambda: train(labels=no_labels(once(MISSED))),
+    "pytorch/pytorch/issues/75181": lambda: train(labels=ignored_labels(once(UNSAMPLED_STEP))),
     "pytorch/pytorch/issues/26098": lambda: train(mask=padded(3, left=True)),
     "AshleyLab/OpenMHC/issues/11": lambda: train(mask=additive(padded(3, left=False))),
     "pytorch/pytorch/issues/109517": lambda: train(mask=packed()),
     "dmlc/dgl/issues/2657": lambda: train(
-        mask=padded(4, left=False), before=broken_backward(0, "attn.q_proj", once(MEASURED))
+        mask=padded(4, left=False), before=broken_backward(0, "attn.q_proj", once(SAMPLED_STEP))
     ),
     "cactus-compute/needle/issues/53": lambda: train(20, lr=10.0, make=adapted(1e4)),
     "OpenNMT/OpenNMT-tf/issues/744": lambda: train(60, lr=2.0),
     "NVlabs/Sana/issues/192": lambda: train(
         20,
         lr=1e-4,
-        make=changed(lambda model: [each.bias[9].fill_(60.0) for each in queries_and_keys(model, 2)]),
+        make=changed(lambda model: [projection.bias[9].fill_(60.0) for projection in queries_and_keys(model, 2)]),
     ),
     "PAIR-code/tiny-transformers/issues/71": lambda: train(
         20,
         lr=1e-4,
         make=changed(
-            lambda model: [each.weight.mul_(7.0) for block in range(4) for each in queries_and_keys(model, block)]
+            lambda model: [
+                projection.weight.mul_(7.0) for block in range(4) for projection in queries_and_keys(model, block)
+            ]
         ),
     ),
     "pytorch/pytorch/issues/41508": lambda: train(20, make=Padded, labels=without_padding),
     "NVIDIA-NeMo/Automodel/issues/3796": lambda: train(loss_of=divided_by_count),
     "pqhieu/jsis3d/issues/26": lambda: train(loss_of=norm_of_zero),
     "prs-eth/Marigold/issues/111": lambda: train(make=Features),
-    "openai/CLIP/issues/46": lambda: train(make=Temperature, before=grown),
+    "openai/CLIP/issues/46": lambda: train(make=Temperature, before=grow_temperature),
     "sooftware/kospeech/issues/37": lambda: train(
-        20, make=replaced("blocks.*.attn", lambda _: ByHand()), mask=padded(3, left=True)
+        20, make=replaced("blocks.*.attn", lambda _: HandwrittenAttention()), mask=padded(3, left=True)
     ),
-    "google-research/vmoe/pull/218": lambda: train(make=Routed),
+    "google-research/vmoe/pull/218": lambda: train(make=Experts),
     "MakazhanAlpamys/Soup/issues/719": lambda: train(loss_of=reverse_kl),
     "lucidrains/rotary-embedding-torch/issues/8": lambda: train(
         make=replaced("blocks.*.attn", lambda _: Extrapolated())
@@ -579,19 +583,19 @@ SETTINGS: Final[dict[str, Callable[[], Outcome]]] = {
     ),
     "lucidrains/x-transformers/issues/263": lambda: train(make=Translation),
     "huggingface/transformers/pull/17306": lambda: train(
-        20, make=lowest_mask, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3)
+        20, make=lowest_float16_mask, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3)
     ),
-    "mlcommons/hpc/pull/27": lambda: train(20, optimizer=without_rate),
-    "NVIDIA-NeMo/Automodel/pull/3850": lambda: train(make=WithTemperature, labels=with_negatives),
+    "mlcommons/hpc/pull/27": lambda: train(20, optimizer=nan_learning_rate),
+    "NVIDIA-NeMo/Automodel/pull/3850": lambda: train(make=MaskedLogits, labels=without_padded_labels),
     "OpenRLHF/OpenRLHF/pull/1335": lambda: train(loss_of=clipped_divergence),
     "pytorch/pytorch/pull/186444": lambda: train(make=UnusedTokens, optimizer=ZeroWarmUp),
     "fla-org/flash-linear-attention/pull/649": lambda: train(
         make=replaced("blocks.2.attn", lambda _: LinearAttention())
     ),
-    "wenet-e2e/wenet/pull/2299": lambda: train(loss_of=transcripts),
+    "wenet-e2e/wenet/pull/2299": lambda: train(loss_of=ctc_with_long_transcripts),
     "TiankaiHang/Min-SNR-Diffusion-Training/issues/2": lambda: train(loss_of=weighted_by_noise),
-    "vanderschaarlab/synthcity/issues/331": lambda: train(make=replaced("blocks.1", Bottleneck), before=grown_variance),
-    "KohakuBlueleaf/LyCORIS/pull/166": lambda: train(make=replaced("blocks.1.attn.v_proj", Decomposed)),
-    "pytorch/pytorch/issues/156212": lambda: train(make=replaced("blocks.1.up", Chosen)),
+    "vanderschaarlab/synthcity/issues/331": lambda: train(make=replaced("blocks.1", Bottleneck), before=grow_variance),
+    "KohakuBlueleaf/LyCORIS/pull/166": lambda: train(make=replaced("blocks.1.attn.v_proj", WeightNormalised)),
+    "pytorch/pytorch/issues/156212": lambda: train(make=replaced("blocks.1.up", WhereActivation)),
     "lucidrains/memory-compressed-attention/issues/2": lambda: train(mask=wrong_sign()),
 }

@@ -1,15 +1,15 @@
-"""Public bug reports, rebuilt: when foreshock speaks, and whether that helps. docs/evidence.md has the totals."""
+"""Rebuilt public bug reports: when foreshock warns, and whether the advice is right. Totals: docs/evidence.md."""
 
 import csv
 import re
 from pathlib import Path
 
 import pytest
-from tests.reports.public import ANSWERS, HEAD, REPORTS, SETS, Report, answer, row, summary
+from tests.reports.public import ANSWERS, HEADER, REPORTS, SETS, Report, answer, row, summary
 from tests.reports.settings import SETTINGS
 
 EVIDENCE = (Path(__file__).parents[2] / "docs" / "evidence.md").read_text()
-FIRST, *TABLE = list(csv.reader(ANSWERS.read_text().splitlines()))
+FIRST_LINE, *TABLE = list(csv.reader(ANSWERS.read_text().splitlines()))
 
 
 @pytest.mark.parametrize(
@@ -19,14 +19,14 @@ FIRST, *TABLE = list(csv.reader(ANSWERS.read_text().splitlines()))
         for n, report in enumerate(REPORTS)
     ],
 )
-def test_a_report_is_answered_as_the_table_says_and_never_with_false_advice(report: Report) -> None:
-    found = answer(report)
-    assert row(report, found) in TABLE, (row(report, found), found.words)
-    assert not re.search(report.false, found.words), found.words
+def test_report_result_matches_the_table_without_false_advice(report: Report) -> None:
+    result = answer(report)
+    assert row(report, result) in TABLE, (row(report, result), result.words)
+    assert not re.search(report.false, result.words), result.words
 
 
-def test_the_table_holds_every_report_and_the_page_its_totals() -> None:
-    assert FIRST == HEAD
+def test_table_has_every_report_and_docs_have_the_totals() -> None:
+    assert FIRST_LINE == HEADER
     assert len(TABLE) == len({report.address for report in REPORTS}) == len(REPORTS)
     assert SETTINGS.keys() == {report.address for report in REPORTS}
     for unseen in SETS:

@@ -1,4 +1,4 @@
-"""A small transformer, broken at a chosen place and step as public bug reports describe, under an agent."""
+"""Trains a small transformer with an agent, with failures injected as public bug reports describe."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -18,10 +18,10 @@ HEAD_DIM = WIDTH // HEADS
 
 
 class Attention(nn.Module):
-    """Separate projections; `operands` and `core` are what a report says of the attention function."""
+    """Attention with separate projections; subclasses override `operands` and `core` to reproduce a report."""
 
     source: Tensor | None = None
-    """What keys and values are made of; None: what queries are."""
+    """The input of keys and values; None for self-attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,8 +31,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         source = x if self.source is None else self.source
         query, key, value = (
-            each(given).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for each, given in ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source))
+            projection(projection_input).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for projection, projection_input in ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source))
         )
         out = self.core(*self.operands(query, key, value), mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm, as everywhere."""
+    """A pre-norm transformer block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Model(nn.Module):
 
 @dataclass
 class Outcome:
-    """What the run and its agent did."""
+    """The losses of a run and the events of its agent."""
 
     losses: list[float] = field(default_factory=list)
     events: list[wire.Event] = field(default_factory=list)
@@ -84,18 +84,18 @@ class Outcome:
     first_step: int = 1
 
     @property
-    def harmed(self) -> int:
-        """The first step whose loss is not finite; a step past the end if none is."""
+    def failure_step(self) -> int:
+        """The first step with a non-finite loss; the step after the last if all are finite."""
         return self.first_loss(lambda loss: not math.isfinite(loss))
 
     def first_loss(self, is_bad: Callable[[float], bool]) -> int:
-        """The first step with such a loss; a step past the end if there is none."""
+        """The first step with such a loss; the step after the last if there is none."""
         end = self.first_step + len(self.losses)
         return next((step for step, loss in enumerate(self.losses, self.first_step) if is_bad(loss)), end)
 
     @property
-    def told(self) -> str:
-        """The words of the first warning: its incident, and what is left to people. Empty without a warning."""
+    def first_text(self) -> str:
+        """The text of the first warning: its incident and the action for users. Empty without a warning."""
         if not self.raised:
             return ""
         first = Warned(0, self.raised[0].step, self.raised[0])
@@ -103,13 +103,13 @@ class Outcome:
         return f"{incident.sentence} {incident.to_do}"
 
     @property
-    def later(self) -> list[str]:
-        """What updates of warnings say."""
+    def later_texts(self) -> list[str]:
+        """The texts of updated warnings."""
         return [one.sentence for one in self.events if isinstance(one, wire.Verdict) and one.state == "updated"]
 
     @property
     def raised(self) -> list[wire.Verdict]:
-        """Warnings, in their order."""
+        """The raised warnings, in order."""
         return [event for event in self.events if isinstance(event, wire.Verdict) and event.state == "raised"]
 
 
@@ -121,7 +121,7 @@ def train(
     before: Callable[[Any, int], Any] | None = None,
     mask: Tensor | None = None,
     skip_broken: bool = False,
-    known: bool = True,
+    as_numbers: bool = True,
     make: Callable[[], nn.Module] = Model,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     labels: Callable[[Tensor, int], Tensor] | None = None,
@@ -130,13 +130,14 @@ def train(
     compiled: bool = False,
     **settings: Any,
 ) -> Outcome:
-    """Train for `steps`. before: called with model and step before each step; what it returns is removed afterwards.
+    """Train for `steps`. before: called with model and step before each step; the hooks that it returns are removed
+    after the backward pass.
 
-    mask: as scaled_dot_product_attention takes it. skip_broken: as a loss scaler, do not step on such gradients. known:
-    give the agent numbers, as trainers that log do, and not tensors. make: gives the model. optimizer: of its
-    parameters, in place of AdamW. labels: changes those of a step. loss_of: the loss of logits, labels and step, in
-    place of the cross-entropy. first_step: above 1 in a run that is resumed. compiled: by torch.compile,
-    after attach.
+    mask: attn_mask of scaled_dot_product_attention. skip_broken: skip updates with non-finite gradients, like a loss
+    scaler. as_numbers: pass numbers to the agent, as trainers that log do, instead of tensors. make: builds the model.
+    optimizer: builds the optimizer, instead of AdamW. labels: changes the labels of a step. loss_of: the loss from
+    logits, labels and step, instead of cross-entropy. first_step: above 1 for a resumed run. compiled: use
+    torch.compile after attach.
     """
     torch.manual_seed(0)
     model = make()
@@ -145,16 +146,16 @@ def train(
     agent = attach(model, **{"quiet": True, "sample_every_steps": 10, **settings})
     if compiled:
         model.compile(backend="inductor")
-    found = Outcome(first_step=first_step)
-    agent.subscribe(found.events.append)
+    outcome = Outcome(first_step=first_step)
+    agent.subscribe(outcome.events.append)
     for step in range(first_step, first_step + steps):
         handles = before(model, step) if before is not None else None
         tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
         logits = model(tokens[:, :-1], mask)
-        wanted = tokens[:, 1:].flatten()
-        wanted = wanted if labels is None else labels(wanted, step)
+        targets = tokens[:, 1:].flatten()
+        targets = targets if labels is None else labels(targets, step)
         by_token = logits.flatten(0, 1).float()
-        loss = F.cross_entropy(by_token, wanted) if loss_of is None else loss_of(by_token, wanted, step)
+        loss = F.cross_entropy(by_token, targets) if loss_of is None else loss_of(by_token, targets, step)
         update.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         for handle in handles or ():
@@ -165,18 +166,18 @@ def train(
             nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
         if norm.isfinite() or not skip_broken:
             update.step()
-        found.losses.append(loss.item())
-        given = (loss.item(), norm.item()) if known else (loss, norm)
-        agent.step(*given, step=step)
-    found.table = agent.report()
+        outcome.losses.append(loss.item())
+        metrics = (loss.item(), norm.item()) if as_numbers else (loss, norm)
+        agent.step(*metrics, step=step)
+    outcome.table = agent.report()
     agent.close()
-    return found
+    return outcome
 
 
 def poison(module: nn.Module, number: float = math.nan) -> Any:
-    """Break the gradient that leaves `module` towards its input and its weights, as a faulty backward does."""
+    """Replace the output gradient of `module`, so its inputs and weights get the gradients of a faulty backward."""
 
-    def broken(_: nn.Module, grads: Any) -> Any:
+    def replace_gradient(_: nn.Module, grads: Any) -> Any:
         return (torch.full_like(grads[0], number),)
 
-    return module.register_full_backward_pre_hook(broken)
+    return module.register_full_backward_pre_hook(replace_gradient)

@@ -1,4 +1,4 @@
-"""Every architecture that transformers exports: one class for each model type."""
+"""One class for each model type of transformers."""
 
 import importlib
 import inspect
@@ -18,7 +18,7 @@ _FIRST: Final = (
 
 
 def class_of(model_type: str) -> Any | None:
-    """The class that stands for a model type: its bare model, or else the first that an auto-model names."""
+    """The class of a model type: its base model, or else the first class in the auto-model mappings."""
     others = sorted(
         name
         for name in dir(modeling_auto)
@@ -30,7 +30,7 @@ def class_of(model_type: str) -> Any | None:
             return getattr(transformers, name if isinstance(name, str) else name[0])
     kind = CONFIG_MAPPING[model_type]
     modeling = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
-    fitting = [
+    candidates = [
         value
         for value in vars(modeling).values()
         if inspect.isclass(value)
@@ -39,4 +39,4 @@ def class_of(model_type: str) -> Any | None:
         and getattr(value, "config_class", None) is kind
         and "forward" in vars(value)
     ]
-    return min(fitting, key=lambda c: ("Model" not in c.__name__, len(c.__name__)), default=None)
+    return min(candidates, key=lambda c: ("Model" not in c.__name__, len(c.__name__)), default=None)

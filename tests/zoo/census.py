@@ -1,4 +1,4 @@
-"""Who lives in the zoo: every entry by name, and the model types that cannot be built, with the reason."""
+"""The models of the zoo: every entry by name, and the model types that cannot be built, with the reason."""
 
 import functools
 import json
@@ -12,32 +12,32 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 _FOLDER: Final = Path(__file__).parent
 UNBUILT: Final[dict[str, str]] = json.loads((_FOLDER / "unbuilt.json").read_text())
-"""Model types of transformers that no small model stands for, and why."""
+"""Model types of transformers without a small model, with the reason."""
 
 
 VARIANTS: Final[dict[str, list[dict[str, Any]]]] = json.loads((_FOLDER / "variants.json").read_text())
-"""Other configurations of a model type that write its attention or its weights otherwise."""
+"""Other configurations of a model type with another attention or weight layout."""
 
 
 COMPILED: Final = (
     "bart", "bert", "falcon", "gemma2", "gpt2", "gpt_neox", "gpt_oss", "llama", "mistral", "mixtral", "modernbert",
     "opt", "phi3", "qwen3", "t5", "vit", "whisper",
 )  # fmt: skip
-"""Model types that also run under torch.compile: one or two of each way to write attention."""
+"""Model types that also run under torch.compile: one or two for each implementation of attention."""
 
 
 @functools.cache
 def entries() -> dict[str, Entry]:
-    """Every entry by its name."""
+    """All entries by name."""
     types = [model_type for model_type in sorted(CONFIG_MAPPING_NAMES) if model_type not in UNBUILT]
     pairs = [(model_type, changes) for model_type in types for changes in (None, *VARIANTS.get(model_type, ()))]
-    made = [transformers_zoo.entry(model_type, changes) for model_type, changes in pairs]
-    made += [transformers_zoo.compiled_entry(model_type) for model_type in COMPILED] + libraries.entries()
-    return {entry.name: entry for entry in made}
+    all_entries = [transformers_zoo.entry(model_type, changes) for model_type, changes in pairs]
+    all_entries += [transformers_zoo.compiled_entry(model_type) for model_type in COMPILED] + libraries.entries()
+    return {entry.name: entry for entry in all_entries}
 
 
 def names() -> list[str]:
-    """Every entry."""
+    """The names of all entries."""
     return list(entries())
 
 
@@ -47,7 +47,7 @@ def entry(name: str) -> Entry:
 
 
 def run_once(model_type: str) -> None:
-    """Build a listed model type and call it; raises what stands in the way."""
+    """Build an unbuilt model type and train it; raises the error that prevents this."""
     model = transformers_zoo.build(model_type)
     for case in transformers_zoo.cases(model)[:1]:
         train(model, case)

@@ -1,4 +1,4 @@
-"""Inputs of a small model, told by the names of its forward's arguments."""
+"""Inputs of a small model, derived from the argument names of its forward."""
 
 import inspect
 from typing import Any, Final
@@ -8,55 +8,57 @@ from torch import Tensor, nn
 
 ROWS: Final = 2
 LENGTH: Final = 12
-FIRST_WORD: Final = 3
-WORDS: Final = 70
-"""Ids are drawn from [FIRST_WORD, WORDS): special tokens lie outside."""
+FIRST_ID: Final = 3
+LAST_ID: Final = 70
+"""Token ids are drawn from [FIRST_ID, LAST_ID), which excludes special tokens."""
 
 
 _MAIN: Final = ("pixel_values", "input_features", "input_values", "inputs_embeds", "hidden_states")
-"""What a model without words may take, the likeliest first."""
+"""Possible main inputs of a model without token ids, most likely first."""
 
 
 def forward_arguments(model: nn.Module) -> list[str]:
-    """The names that forward takes."""
+    """The argument names of forward."""
     return list(inspect.signature(model.forward).parameters)
 
 
 def inputs_of(model: Any, *, length: int = LENGTH, seed: int = 7) -> dict[str, Any]:
-    """What forward needs, drawn with the seed."""
-    random = torch.Generator().manual_seed(seed)
+    """Random inputs for forward."""
+    generator = torch.Generator().manual_seed(seed)
     names, config = forward_arguments(model), model.config
-    ids = torch.randint(FIRST_WORD, WORDS, (ROWS, length), generator=random)
-    given: dict[str, Any] = {}
+    ids = torch.randint(FIRST_ID, LAST_ID, (ROWS, length), generator=generator)
+    inputs: dict[str, Any] = {}
     if "input_ids" in names:
-        given["input_ids"] = ids
+        inputs["input_ids"] = ids
     if "decoder_input_ids" in names and ("input_ids" in names or model.main_input_name != "input_ids"):
-        given["decoder_input_ids"] = torch.randint(FIRST_WORD, WORDS, (ROWS, length), generator=random)
+        inputs["decoder_input_ids"] = torch.randint(FIRST_ID, LAST_ID, (ROWS, length), generator=generator)
     main = model.main_input_name
     if main not in names:
         main = next((name for name in _MAIN if name in names), main)
     if "grid_thw" in names:
         return {
-            "hidden_states": torch.randn(16, _patch_width(config), generator=random),
+            "hidden_states": torch.randn(16, _patch_width(config), generator=generator),
             "grid_thw": torch.tensor([[1, 4, 4]]),
         }
-    both = "pixel_values" in names and hasattr(config, "text_config") and hasattr(config, "vision_config")
-    if both and not any("image_token" in name for name in vars(config)):
-        given |= _senses("pixel_values", names, config, random)
-    if main not in given and ("input_ids" not in given or main.startswith("pixel")):
-        given |= _senses(main, names, config, random)
+    has_text_and_images = (
+        "pixel_values" in names and hasattr(config, "text_config") and hasattr(config, "vision_config")
+    )
+    if has_text_and_images and not any("image_token" in name for name in vars(config)):
+        inputs |= _media_inputs("pixel_values", names, config, generator)
+    if main not in inputs and ("input_ids" not in inputs or main.startswith("pixel")):
+        inputs |= _media_inputs(main, names, config, generator)
     if "use_cache" in names:
-        given["use_cache"] = False
-    return given
+        inputs["use_cache"] = False
+    return inputs
 
 
 def _patch_width(config: Any) -> int:
-    """Numbers in a patch of Qwen2-VL's kind of image."""
+    """The size of a flattened patch in Qwen2-VL's image format."""
     channels: Any = getattr(config, "in_channels", None) or getattr(config, "in_chans", 3)
     return int(channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2)
 
 
-def _senses(main: str, names: list[str], config: Any, random: torch.Generator) -> dict[str, Any]:
+def _media_inputs(main: str, names: list[str], config: Any, generator: torch.Generator) -> dict[str, Any]:
     def number(*choices: str, default: int) -> Any:
         for holder in (
             config,
@@ -72,7 +74,7 @@ def _senses(main: str, names: list[str], config: Any, random: torch.Generator) -
         return default
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=random)
+        return torch.randn(*shape, generator=generator)
 
     if main.startswith("pixel_values"):
         size = number("image_size", "img_size", default=32)
@@ -95,9 +97,9 @@ def _senses(main: str, names: list[str], config: Any, random: torch.Generator) -
         }
     if main == "past_values":
         length = number("context_length", default=32)
-        given = {main: draw(ROWS, length)}
+        inputs = {main: draw(ROWS, length)}
         if "past_values_padding" in names:
-            given["past_values_padding"] = (torch.arange(length) < length // 3).float().repeat(ROWS, 1)
-            given["freq"] = torch.zeros(ROWS, 1, dtype=torch.long)
-        return given
+            inputs["past_values_padding"] = (torch.arange(length) < length // 3).float().repeat(ROWS, 1)
+            inputs["freq"] = torch.zeros(ROWS, 1, dtype=torch.long)
+        return inputs
     return {main: draw(ROWS, LENGTH, 64)}

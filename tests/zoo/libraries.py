@@ -1,4 +1,4 @@
-"""Models of libraries beside transformers; each is an optional package (extra `zoo` of pyproject.toml)."""
+"""Models of libraries other than transformers; each is an optional package (extra `zoo` of pyproject.toml)."""
 
 import importlib.util
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from tests.zoo import more_libraries
 from tests.zoo.judge import Entry
-from tests.zoo.named import Named, draw, given, padding, words
+from tests.zoo.library_helpers import Named, draw, given, padding, words
 from tests.zoo.running import Case, draw_weights, without_dropout
 from torch import nn
 
@@ -45,7 +45,10 @@ def entries() -> list[Entry]:
     made = []
     for package, of_package in _ZOOS.items():
         if package not in missing():
-            made += [Entry(f"{package} {name}", package, _drawn(build), cases) for name, build, cases in of_package()]
+            made += [
+                Entry(f"{package} {name}", package, _with_random_weights(build), cases)
+                for name, build, cases in of_package()
+            ]
     return made
 
 
@@ -54,7 +57,7 @@ def missing() -> list[str]:
     return [name for name in _ZOOS if importlib.util.find_spec(name) is None]
 
 
-def _drawn(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def _with_random_weights(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def drawn() -> nn.Module:
         torch.manual_seed(0)
         model = build()

@@ -1,20 +1,20 @@
-"""More libraries of models, each an optional package (extra `zoo` of pyproject.toml): those that take their inputs
-otherwise than by one name, or bring an attention of their own.
+"""More optional model libraries (extra `zoo` of pyproject.toml): those without named inputs, or with custom
+attention.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.zoo.named import LENGTH, Cases, Named, draw, padding, words
+from tests.zoo.library_helpers import LENGTH, Cases, Named, draw, padding, words
 from tests.zoo.running import Case
 from torch import Tensor, nn
 
 WIDTH, HEADS, LAYERS, WORDS = 64, 4, 2, 64
 
 
-class _Calling(nn.Module):
-    """A model that is called with its inputs by name, however its own forward takes them."""
+class _NamedInputs(nn.Module):
+    """Adapts a model so that it can be called with named inputs."""
 
     def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -24,12 +24,12 @@ class _Calling(nn.Module):
         return self._call(self.model, **given)
 
 
-def _called(build: Callable[[], nn.Module], call: Callable[..., Any]) -> Callable[[], nn.Module]:
-    return lambda: _Calling(build(), call)
+def _with_named_inputs(build: Callable[[], nn.Module], call: Callable[..., Any]) -> Callable[[], nn.Module]:
+    return lambda: _NamedInputs(build(), call)
 
 
 def open_clip() -> list[Named]:
-    """Image and text: nn.MultiheadAttention, an attention of its own, a pooler that attends across, CoCa."""
+    """Image and text: nn.MultiheadAttention, a custom attention, a pooler with cross-attention, CoCa."""
     from open_clip.coca_model import CoCa
     from open_clip.model import CLIP, CustomTextCLIP
 
@@ -48,7 +48,7 @@ def open_clip() -> list[Named]:
     def coca() -> nn.Module:
         return CoCa(WIDTH, text, text | {"embed_cls": True, "output_tokens": True}, pooled | {"output_tokens": True})  # type: ignore[no-any-return]
 
-    made: dict[str, Callable[[], nn.Module]] = {
+    models: dict[str, Callable[[], nn.Module]] = {
         "CLIP": lambda: CLIP(32, vision, text),
         "CustomTextCLIP": lambda: CustomTextCLIP(32, pooled, text),
         "CustomTextCLIP with blocks of its own": lambda: CustomTextCLIP(32, vision | custom, text | custom),
@@ -57,37 +57,37 @@ def open_clip() -> list[Named]:
         ),
         "CoCa": coca,
     }
-    return [(name, _called(build, read), cases) for name, build in made.items()]
+    return [(name, _with_named_inputs(build, read), cases) for name, build in models.items()]
 
 
 def vit_pytorch() -> list[Named]:
-    """Images: attention by hand, by PyTorch's function, and over several images packed into one row."""
+    """Images: handwritten attention, PyTorch's function, and several images packed into one row."""
     from vit_pytorch import na_vit, simple_flash_attn_vit, simple_vit, vivit
 
     sizes = {"image_size": 32, "num_classes": 7, "dim": WIDTH, "heads": HEADS, "mlp_dim": WIDTH}
     images = sizes | {"patch_size": 8, "depth": LAYERS}
     videos = sizes | {"frames": 4, "image_patch_size": 16, "frame_patch_size": 2}
 
-    def one(x: Any) -> Cases:
+    def single_case(x: Any) -> Cases:
         return lambda _: [Case("unpadded", {"x": x})]
 
-    picture = one(draw(2, 3, 32, 32))
-    packed = one([[draw(3, 32, 32), draw(3, 16, 32)], [draw(3, 16, 16), draw(3, 32, 16)]])
-    made: list[Named] = [
-        ("SimpleViT", lambda: simple_vit.SimpleViT(**images), picture),
-        ("SimpleViT (flash)", lambda: simple_flash_attn_vit.SimpleViT(**images), picture),
+    image_case = single_case(draw(2, 3, 32, 32))
+    packed = single_case([[draw(3, 32, 32), draw(3, 16, 32)], [draw(3, 16, 16), draw(3, 32, 16)]])
+    models: list[Named] = [
+        ("SimpleViT", lambda: simple_vit.SimpleViT(**images), image_case),
+        ("SimpleViT (flash)", lambda: simple_flash_attn_vit.SimpleViT(**images), image_case),
         ("NaViT, images packed", lambda: na_vit.NaViT(**images), packed),
         (
             "ViViT",
             lambda: vivit.ViViT(**videos, spatial_depth=1, temporal_depth=1),
-            one(draw(2, 3, 4, 32, 32)),
+            single_case(draw(2, 3, 4, 32, 32)),
         ),
     ]
-    return [(name, _called(build, lambda model, x: model(x)), cases) for name, build, cases in made]
+    return [(name, _with_named_inputs(build, lambda model, x: model(x)), cases) for name, build, cases in models]
 
 
 def whisper() -> list[Named]:
-    """OpenAI's own: its attention by PyTorch's function, which it imports by name, and by hand."""
+    """OpenAI's Whisper, with PyTorch's attention function, imported by name, and with handwritten attention."""
     from whisper.model import ModelDimensions, Whisper, disable_sdpa
 
     sizes = (8, LENGTH, WIDTH, HEADS, LAYERS, WORDS, LENGTH + 4, WIDTH, HEADS, LAYERS)
@@ -104,12 +104,12 @@ def whisper() -> list[Named]:
 
     return [
         ("Whisper", build, cases),
-        ("Whisper by hand", _called(build, by_hand), cases),
+        ("Whisper by hand", _with_named_inputs(build, by_hand), cases),
     ]
 
 
 def esm() -> list[Named]:
-    """Proteins: attention in the manner of fairseq, with rotary embeddings and padding, by hand."""
+    """Proteins: handwritten attention like fairseq's, with rotary embeddings and padding."""
     from esm.model.esm2 import ESM2
 
     filler = 1
@@ -122,7 +122,7 @@ def esm() -> list[Named]:
             *(Case(name, {"tokens": tokens.masked_fill(pad, filler)}, ~pad) for name, pad in padded.items()),
         ]
 
-    build = _called(
+    build = _with_named_inputs(
         lambda: ESM2(num_layers=LAYERS, embed_dim=WIDTH, attention_heads=HEADS),
         lambda model, tokens: model(tokens)["logits"],
     )
@@ -130,7 +130,7 @@ def esm() -> list[Named]:
 
 
 def timesfm() -> list[Named]:
-    """Time series: a decoder layer whose heads are normalised, with patches masked on the left, as two projections."""
+    """Time series: a decoder layer with normalised heads and left-masked patches; fused or separate projections."""
     from timesfm import configs
     from timesfm.torch.transformer import Transformer
 
@@ -139,14 +139,14 @@ def timesfm() -> list[Named]:
             model_dims=WIDTH, hidden_dims=WIDTH, num_heads=HEADS, attention_norm="rms", feedforward_norm="rms",
             qk_norm="rms", use_bias=False, use_rotary_position_embeddings=True, ff_activation="swish", fuse_qkv=fused,
         )  # fmt: skip
-        return _called(lambda: Transformer(config), lambda model, x, mask: model(x, mask, None)[0])
+        return _with_named_inputs(lambda: Transformer(config), lambda model, x, mask: model(x, mask, None)[0])
 
     def cases(_: nn.Module) -> list[Case]:
         x = draw(2, LENGTH, WIDTH)
-        nothing = torch.zeros(2, LENGTH, dtype=torch.bool)
+        no_mask = torch.zeros(2, LENGTH, dtype=torch.bool)
         left = padding("left")
         return [
-            Case("unpadded", {"x": x, "mask": nothing}),
+            Case("unpadded", {"x": x, "mask": no_mask}),
             Case("padded left", {"x": x, "mask": left}, ~left),
         ]
 

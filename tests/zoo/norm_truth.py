@@ -1,8 +1,8 @@
-"""The spectral norms of a layer's heads by brute force: what its queries and keys really are for every unit input.
+"""The spectral norms of a layer's heads by brute force, from its queries and keys for every unit input.
 
 The inputs of the projections are replaced by the unit vectors, rotary embeddings and norms of queries and keys by the
-identity, and PyTorch's attention by a recorder: row i of a head's recorded queries, less those of a zero input, is then
-row i of its W_Q, however the module stores it. Needs nothing of foreshock but the names of the projections.
+identity, and PyTorch's attention by a recorder. Row i of a head's recorded queries, minus those of a zero input, is
+then row i of its W_Q, independent of how the module stores it. From foreshock it needs only the names of projections.
 """
 
 import contextlib
@@ -19,25 +19,25 @@ _INTERFACE: Final = "norm_truth"
 NORMS: Final = ("query_norm", "key_norm", "query_key_norm")
 
 
-class NoTruthError(Exception):
-    """The queries and keys could not be recorded; says why."""
+class NotRecordableError(Exception):
+    """The queries and keys could not be recorded."""
 
 
 def true_norms(
     model: nn.Module, given: dict[str, Any], layer: nn.Module, holders: list[nn.Module]
 ) -> dict[str, Tensor]:
-    """Norms [H] by name of one attention layer of a model that takes `given`; `holders` hold its weights."""
+    """Norms [H] by name of one attention layer, for the inputs `given`; `holders` are the modules with its weights."""
     if isinstance(layer, nn.MultiheadAttention):
-        raise NoTruthError("its projections are no modules")
+        raise NotRecordableError("its projections are not modules")
     if getattr(layer, "add_q_proj", None) is not None:
-        raise NoTruthError("tokens of two kinds have projections of their own")
+        raise NotRecordableError("two kinds of tokens have separate projections")
     width = _inputs(holders[0])
     units = torch.cat([torch.zeros(1, width), torch.eye(width)])
     given = one_token(given, len(units))
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])
     while any(sum(x.shape[1] for x in part) < len(units) for part in parts):
-        done = [sum(x.shape[1] for x in part) for part in parts]
-        recorded = _record(model, given, layer, holders, units, done)
+        recorded_counts = [sum(x.shape[1] for x in part) for part in parts]
+        recorded = _record(model, given, layer, holders, units, recorded_counts)
         for part, value in zip(parts, recorded, strict=True):
             part.append(value)
     query, key = (torch.cat(part, 1)[:, : len(units)].double() for part in parts)
@@ -53,7 +53,7 @@ def _inputs(holder: nn.Module) -> int:
 
 
 def one_token(given: dict[str, Any], rows: int) -> dict[str, Any]:
-    """The same inputs, where they are words alone, as rows of one token: no position turns it."""
+    """Token-id inputs as rows of one token, so rotary embeddings have no effect; other inputs unchanged."""
     if all(
         isinstance(v, bool) or (isinstance(v, Tensor) and v.dtype == torch.int64 and v.dim() == 2)
         for v in given.values()
@@ -63,14 +63,19 @@ def one_token(given: dict[str, Any], rows: int) -> dict[str, Any]:
 
 
 def _record(
-    model: nn.Module, given: dict[str, Any], layer: nn.Module, holders: list[nn.Module], units: Tensor, done: list[int]
+    model: nn.Module,
+    given: dict[str, Any],
+    layer: nn.Module,
+    holders: list[nn.Module],
+    units: Tensor,
+    recorded_counts: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """As its own attention is called, or, where that comes to no function known here, as transformers dispatches."""
+    """Record PyTorch's attention function or, if it is not called, the attention interface of transformers."""
     for through_interface in (False, True):
-        recorded = _record_through(through_interface, model, given, layer, holders, units, done)
+        recorded = _record_through(through_interface, model, given, layer, holders, units, recorded_counts)
         if recorded is not None:
             return recorded
-    raise NoTruthError("its forward does not come to an attention function with these inputs")
+    raise NotRecordableError("its forward does not call an attention function with these inputs")
 
 
 def _record_through(
@@ -80,14 +85,14 @@ def _record_through(
     layer: nn.Module,
     holders: list[nn.Module],
     units: Tensor,
-    done: list[int],
+    recorded_counts: list[int],
 ) -> tuple[Tensor, Tensor] | None:
-    """Queries and keys [H, tokens, D] of rows of `units`, from those on that are done; as many as a call has tokens."""
+    """Queries and keys [H, tokens, D] of the next rows of `units`; one call records as many rows as it has tokens."""
     recorded: list[tuple[Tensor, Tensor]] = []
     depth = [0]
     original = torch.nn.functional.scaled_dot_product_attention
 
-    def note(query: Tensor, key: Tensor, scale: float | None) -> None:
+    def record_call(query: Tensor, key: Tensor, scale: float | None) -> None:
         if depth[0] and not recorded and query.dim() == 4:
             # some layers multiply their queries by the scale themselves
             scaled = float(getattr(layer, "scaling", 1.0)) if scale == 1.0 else 1.0
@@ -95,7 +100,7 @@ def _record_through(
             recorded.append((query, key))
 
     def recorder(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        note(query, key, kwargs.get("scale"))
+        record_call(query, key, kwargs.get("scale"))
         out: Tensor = original(query, key, value, *args, **kwargs)
         return out
 
@@ -109,7 +114,7 @@ def _record_through(
         scaling: Any = None,
         **__: Any,
     ) -> Any:
-        note(query, key, scaling)
+        record_call(query, key, scaling)
         groups = query.shape[1] // value.shape[1]
         value = value.repeat_interleave(groups, 1).mean(2, keepdim=True).expand(-1, -1, query.shape[2], -1)
         return value.transpose(1, 2).contiguous(), None
@@ -119,7 +124,7 @@ def _record_through(
             x = args[0]
             count = x.numel() // x.shape[-1]
             if x.shape[-1] != units.shape[1]:
-                raise NoTruthError("its queries and keys have inputs of two widths")
+                raise NotRecordableError("its queries and keys have inputs of different widths")
             rows = units[torch.arange(start, start + count) % len(units)]
             return (rows.view(x.shape).to(x.dtype), *args[1:])
 
@@ -133,10 +138,11 @@ def _record_through(
 
     with contextlib.ExitStack() as stack, torch.no_grad():
         hooks = [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
-        first_of = {
-            id(holder): (holder, start) for holder, start in zip(reversed(holders), reversed(done), strict=True)
+        starts_by_holder = {
+            id(holder): (holder, start)
+            for holder, start in zip(reversed(holders), reversed(recorded_counts), strict=True)
         }
-        hooks += [holder.register_forward_pre_hook(replace(start)) for holder, start in first_of.values()]
+        hooks += [holder.register_forward_pre_hook(replace(start)) for holder, start in starts_by_holder.values()]
         for name, module in model.named_modules():
             if re.search(r"rotary|rope|rot_?emb", f"{name} {type(module).__name__}", re.IGNORECASE):
                 hooks.append(module.register_forward_hook(_no_rotation))
@@ -158,7 +164,7 @@ def _record_through(
 
 
 def is_head_norm(name: str) -> bool:
-    """Whether a module of this name within an attention module normalises queries or keys."""
+    """Whether a submodule with this name normalises queries or keys."""
     return (
         bool(
             re.search(
@@ -171,14 +177,14 @@ def is_head_norm(name: str) -> bool:
 
 
 def _no_rotation(module: nn.Module, args: Any, output: Any) -> Any:
-    """Cosines of 1 and sines of 0 where a module returns both."""
+    """If a module returns cosines and sines, return ones and zeros instead."""
     if isinstance(output, tuple) and len(output) == 2 and all(isinstance(o, Tensor) for o in output):
         return torch.ones_like(output[0]), torch.zeros_like(output[1])
     return output
 
 
 def reported_norms(model: nn.Module, agent: Any) -> Iterator[tuple[str, nn.Module, list[nn.Module], dict[str, Tensor]]]:
-    """Name, module, weight holders and norms [H] of every layer of which foreshock reports norms."""
+    """Name, module, weight modules and norms [H] of every layer whose norms foreshock reports."""
     attached = agent._attached
     for _ in range(40):  # the iterations start from the last result
         measured = agent._sampler.norms.measure()

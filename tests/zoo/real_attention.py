@@ -1,9 +1,9 @@
-"""Which modules of a model compute softmax attention, told by what they execute, without foreshock's discovery.
+"""Finds the modules of a model that compute softmax attention by the operators that they execute.
 
-Softmax attention is a softmax of scores, which came out of a product of two activations, whose result, passed on
-through elementwise functions, is the left operand of another such product; or one of PyTorch's own attention operators;
-with more than one query and more than one key. A product with a parameter, which is what a linear layer is, is neither:
-a router's softmax, the words that a model is sure of and the mixing of residual streams are no attention.
+Independent of foreshock's discovery. Softmax attention is one of PyTorch's attention operators, or a softmax of scores
+from a product of two activations, whose result (after elementwise functions) is the left operand of another such
+product, with more than one query and key. A product with a parameter is a linear layer and does not count, so a
+router's softmax, output probabilities and the mixing of residual streams are not attention.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_PASS_ON: Final = (
+_ELEMENTWISE: Final = (
     "_to_copy", "clone", "mul", "div", "native_dropout", "masked_fill", "where", "nan_to_num", "add", "sub",
     "bernoulli", "copy", "contiguous", "index_select", "cat", "slice_backward",
 )  # fmt: skip
@@ -27,20 +27,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module, running: list[str | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.running = running
-        self.found: dict[str, str] = {}
+        self.attention: dict[str, str] = {}
         self._parameters = {_place(parameter) for parameter in model.parameters()}
-        # By storage; kept alive, or a place is reused.
+        # By storage address; tensors are kept alive so that no address is reused.
         self._scores: dict[int, Tensor] = {}
-        """Products of activations, and what any function but a linear layer made of them."""
+        """Products of activations, and all results computed from them except by linear layers."""
         self._weights: dict[int, Tensor] = {}
-        """Softmax results and what elementwise functions made of them."""
+        """Softmax results, and elementwise results computed from them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.removeprefix("_safe_").removesuffix("_")
         tensors = [a for a in pytree.tree_leaves(args) if isinstance(a, Tensor)]
         results = [r for r in pytree.tree_leaves(out) if isinstance(r, Tensor)]
-        of_scores = any(_place(t) in self._scores for t in tensors)
+        has_scores = any(_place(t) in self._scores for t in tensors)
         if "scaled_dot_product" in name and "backward" not in name and "fused_attention_overrideable" not in name:
             if min(args[0].shape[-2], args[1].shape[-2]) > 1:
                 self._note("scaled_dot_product_attention")
@@ -52,17 +52,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._scores[_place(out)] = out
             return out
         elif name in ("_softmax", "softmax"):
-            if of_scores and out.dim() >= 3 and args[1] in (-1, out.dim() - 1) and min(out.shape[-2:]) > 1:
+            if has_scores and out.dim() >= 3 and args[1] in (-1, out.dim() - 1) and min(out.shape[-2:]) > 1:
                 self._weights[_place(out)] = out
-        elif name in _PASS_ON and any(_place(t) in self._weights for t in tensors):
+        elif name in _ELEMENTWISE and any(_place(t) in self._weights for t in tensors):
             self._weights[_place(results[0])] = results[0]
-        if of_scores:
+        if has_scores:
             self._scores |= {_place(result): result for result in results}
         return out
 
-    def _note(self, how: str) -> None:
-        known = [name for name in self.running if name is not None]  # a module may be made while the model runs
-        self.found.setdefault(known[-1] if known else "", how)
+    def _note(self, kind: str) -> None:
+        known = [name for name in self.running if name is not None]  # a module may be created during the forward
+        self.attention.setdefault(known[-1] if known else "", kind)
 
 
 def _place(tensor: Tensor) -> int:
@@ -70,8 +70,8 @@ def _place(tensor: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def recorded_attention(model: nn.Module) -> Iterator[dict[str, str]]:
-    """What the model's modules execute in the body: by name of the innermost module that runs it, how."""
+def record_attention(model: nn.Module) -> Iterator[dict[str, str]]:
+    """Record the attention executed in the body: its kind by name of the innermost module."""
     names = {id(module): name for name, module in model.named_modules()}
     running: list[str | None] = []
 
@@ -89,7 +89,7 @@ def recorded_attention(model: nn.Module) -> Iterator[dict[str, str]]:
     recorder = _Recorder(model, running)
     try:
         with recorder:
-            yield recorder.found
+            yield recorder.attention
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,4 +1,4 @@
-"""The zoo with other numbers: weights of another seed, spread and type, and other words."""
+"""Zoo entries with other random numbers: another seed, spread and dtype of weights, and other token order."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Redrawing:
-    """What the numbers of every entry are drawn with."""
+    """Parameters of the random numbers of every entry."""
 
     seed: int = SEED
     spread: float = DEVIATION
@@ -35,11 +35,11 @@ class Redrawing:
             return model._apply(self._cast)  # type: ignore[no-untyped-call, no-any-return]
 
         def cases(model: nn.Module) -> list[Case]:
-            return [dataclasses.replace(case, given=self._given(case.given)) for case in entry.cases(model)]
+            return [dataclasses.replace(case, given=self._inputs(case.given)) for case in entry.cases(model)]
 
         return dataclasses.replace(entry, name=f"{entry.name}{self}", build=build, cases=cases)
 
-    def _given(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _inputs(self, given: dict[str, Any]) -> dict[str, Any]:
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         return given | {name: self._cast(self._reordered(name, value)) for name, value in tensors.items()}
 
@@ -47,7 +47,7 @@ class Redrawing:
         return x.to(getattr(torch, self.dtype)) if x.is_floating_point() else x
 
     def _reordered(self, name: str, value: Tensor) -> Tensor:
-        """The words of a sentence in another order."""
+        """Token ids in another order."""
         if not name.endswith("input_ids"):
             return value
         return value[:, torch.randperm(value.shape[1], generator=torch.Generator().manual_seed(self.seed))]

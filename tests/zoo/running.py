@@ -1,4 +1,4 @@
-"""Runs a small model for some steps, and says what came out of it."""
+"""Trains or runs a small model and returns its outputs, gradients and weights."""
 
 import contextlib
 import random
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 STEPS: Final = 3
-RATE: Final = 0.02
+LEARNING_RATE: Final = 0.02
 SEED: Final = 3
 DEVIATION: Final = 0.3
-"""Of drawn weights. At initialisation attention is so uniform that an error of its mask or scale hardly shows."""
+"""Standard deviation of weights. Usual initialisation makes attention so uniform that mask errors hardly show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,33 +25,33 @@ class Case:
     name: str
     given: dict[str, Any]
     real: Tensor | None = None
-    """True where a position of the (encoder's) sequence is not padding, [B, S]."""
+    """True at positions of the (encoder's) sequence that are not padding, [B, S]."""
     generates: bool = False
-    """Under no_grad, the first tokens into a cache and then the next; otherwise three training steps."""
+    """If true, run with a key-value cache under no_grad; otherwise make three training steps."""
     compiled: bool = False
-    """Through torch.compile, each step with a token less than the one before."""
+    """Use torch.compile, with one token less in each step."""
 
 
 @dataclass(slots=True)
-class Course:
-    """What a model said, by name and in order: outputs and gradients of each step, and the weights at the end."""
+class Results:
+    """Outputs and gradients of each step and the final weights, by name and in order."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
 def draw_weights(model: nn.Module, seed: int = SEED, deviation: float = DEVIATION) -> None:
-    """Give every floating parameter a value of its own: N(0, deviation), round 1 where it scales a norm."""
+    """Draw every floating-point parameter from N(0, deviation), or N(1, deviation) for norm scales."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point():
-                drawn = torch.randn(parameter.shape, generator=generator) * deviation
-                scales = parameter.dim() == 1 and name.endswith("weight")
-                parameter.copy_(drawn + 1 if scales else drawn)
+                noise = torch.randn(parameter.shape, generator=generator) * deviation
+                is_norm_scale = parameter.dim() == 1 and name.endswith("weight")
+                parameter.copy_(noise + 1 if is_norm_scale else noise)
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Take every dropout out: what it draws is not what is compared here."""
+    """Disable all dropout, because its random masks would differ."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
@@ -63,43 +63,43 @@ def without_dropout(model: nn.Module) -> None:
             module.config.apply_spec_augment = False  # type: ignore[union-attr]
 
 
-def train(model: nn.Module, case: Case, *, after_step: Callable[[Tensor], None] | None = None) -> Course:
-    """Three steps of gradient descent; `after_step` is given each loss."""
-    course = Course()
+def train(model: nn.Module, case: Case, *, after_step: Callable[[Tensor], None] | None = None) -> Results:
+    """Three steps of gradient descent; `after_step` is called with each loss."""
+    results = Results()
     _seed()
     model.train()
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(weights, RATE)
+    optimizer = torch.optim.SGD(weights, LEARNING_RATE)
     if case.compiled:
         torch._dynamo.reset()
-    runs: Any = torch.compile(model, backend="aot_eager") if case.compiled else model
+    callable_model: Any = torch.compile(model, backend="aot_eager") if case.compiled else model
     for step in range(STEPS):
-        outputs = dict(floats(runs(**(_shorter(case.given, step) if case.compiled else case.given))))
+        outputs = dict(floats(callable_model(**(_shorter(case.given, step) if case.compiled else case.given))))
         loss = _loss(outputs, case)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         for name, value in outputs.items():
-            course.tensors[f"step {step}: {name}"] = _real(name, value.detach(), case)
+            results.tensors[f"step {step}: {name}"] = _without_padding(name, value.detach(), case)
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                course.tensors[f"step {step}: gradient of {name}"] = parameter.grad.clone()
+                results.tensors[f"step {step}: gradient of {name}"] = parameter.grad.clone()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         if after_step is not None:
             after_step(loss.detach())
     for name, parameter in model.named_parameters():
-        course.tensors[f"{name} after {STEPS} steps"] = parameter.detach().clone()
-    return course
+        results.tensors[f"{name} after {STEPS} steps"] = parameter.detach().clone()
+    return results
 
 
-def _shorter(given: dict[str, Any], by: int) -> dict[str, Any]:
-    """Words [B, S] without the last `by` of them: the second step shows torch.compile that lengths differ."""
-    return {n: v[:, : v.shape[1] - by] if n.endswith("input_ids") else v for n, v in given.items()}
+def _shorter(given: dict[str, Any], count: int) -> dict[str, Any]:
+    """Token ids [B, S] without the last `count`, so torch.compile sees other lengths from the second step."""
+    return {n: v[:, : v.shape[1] - count] if n.endswith("input_ids") else v for n, v in given.items()}
 
 
-def generate(model: nn.Module, case: Case) -> Course:
-    """The first tokens into a cache, then one more, then the rest."""
-    course = Course()
+def generate(model: nn.Module, case: Case) -> Results:
+    """Run the first tokens with a cache, then one more, then the rest."""
+    results = Results()
     _seed()
     model.eval()
     key = "decoder_input_ids" if "decoder_input_ids" in case.given else "input_ids"
@@ -113,16 +113,16 @@ def generate(model: nn.Module, case: Case) -> Course:
             if cache is None:
                 raise NoCacheError
             first = next(floats({n: v for n, v in out.items() if n != "past_key_values"}))
-            course.tensors[f"{part} tokens: {first[0]}"] = first[1]
-    return course
+            results.tensors[f"{part} tokens: {first[0]}"] = first[1]
+    return results
 
 
 class NoCacheError(Exception):
-    """The model returns no cache."""
+    """The model does not return a cache."""
 
 
 def floats(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """Every floating tensor in what a model returns, by name, caches left out."""
+    """Every floating-point tensor in a model's output, by name, without caches."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.numel():
             yield name, value
@@ -137,8 +137,8 @@ def floats(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
         yield from floats(value.sample, name)
 
 
-def _real(name: str, value: Tensor, case: Case) -> Tensor:
-    """`value` without the positions of padding, whose rows mean nothing."""
+def _without_padding(name: str, value: Tensor, case: Case) -> Tensor:
+    """`value` without padding positions, whose rows are undefined."""
     if case.real is not None and value.shape[:2] == case.real.shape:
         if "decoder_input_ids" in case.given and not name.startswith("encoder"):
             return value
@@ -152,9 +152,9 @@ def _loss(outputs: dict[str, Tensor], case: Case) -> Tensor:
     parts = []
     for number, (name, value) in enumerate(outputs.items()):
         if value.requires_grad:
-            kept = _real(name, value, case)
-            weights = torch.randn(kept.shape, generator=torch.Generator().manual_seed(number)).to(kept.dtype)
-            parts.append((torch.where(kept.isfinite(), kept, 0.0) * weights).mean())
+            visible = _without_padding(name, value, case)
+            weights = torch.randn(visible.shape, generator=torch.Generator().manual_seed(number)).to(visible.dtype)
+            parts.append((torch.where(visible.isfinite(), visible, 0.0) * weights).mean())
     if not parts:
         raise ValueError("no output depends on the weights")
     return torch.stack([p.to(parts[0].dtype) for p in parts]).sum()
@@ -166,21 +166,21 @@ def _seed() -> None:
     random.seed(11)
 
 
-class TookTooLongError(BaseException):
-    """No Exception: torch.compile turns those into errors of the model that it traces, and the judge into findings."""
+class TimeLimitExceededError(BaseException):
+    """Not an Exception, because torch.compile and the judge would catch it as an error of the model."""
 
 
 @contextlib.contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Raise TookTooLongError when the body takes more processor time, which a busy machine does not make longer."""
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeLimitExceededError if the body takes more CPU time, which does not depend on the machine's load."""
 
-    def stop(*_: object) -> None:
-        raise TookTooLongError(f"took more than {seconds} s of processor time")
+    def raise_timeout(*_: object) -> None:
+        raise TimeLimitExceededError(f"took more than {seconds} s of processor time")
 
-    before = signal.signal(signal.SIGPROF, stop)
+    previous_handler = signal.signal(signal.SIGPROF, raise_timeout)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+        signal.signal(signal.SIGPROF, previous_handler)

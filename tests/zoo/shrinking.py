@@ -1,7 +1,7 @@
-"""A small random configuration of any transformers architecture, made from its default one by shrinking its fields.
+"""A small configuration of any transformers architecture, created by shrinking the fields of its default.
 
-Sizes are told by their names: widths become 64, heads 4 (2 of them with keys, where there are fewer), layers 2, a
-vocabulary 99. What this cannot know stands in `overrides.json`, by model type.
+Field names determine the sizes: widths become 64, heads 4 (key heads 2, if there are fewer), layers 2, and the
+vocabulary 99. Exceptions are in `overrides.json`, by model type.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ VOCABULARY: Final = 99
 IMAGE: Final = 32
 OVERRIDES: Final[dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_name("overrides.json").read_text())
 
-_OF_THE_BASE: Final = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+_BASE_FIELDS: Final = {field.name for field in dataclasses.fields(PreTrainedConfig)}
 
 _RULES: Final[tuple[tuple[str, int], ...]] = (
     (r"rotary_dim|\w*_rotary_dim", 8),
@@ -54,12 +54,12 @@ _RULES: Final[tuple[tuple[str, int], ...]] = (
         WIDTH,
     ),
 )
-_KEPT: Final = re.compile(
+_UNCHANGED: Final = re.compile(
     r"num_channels|in_channels|\w*in_chans|(\w*_)?kernel_size\w*|\w*stride\w*|\w*_ratio|\w*groups?|type_vocab_size|"
     r"\w*batch_size|\w*merge_size|temporal_patch_size|\w*_factor|scale\w*|\w*chunk_size\w*|\w*kernel\w*|num_hash\w*"
 )
-_NEEDED: Final = {"head_dim": WIDTH // HEADS, "num_experts_per_tok": 2, "n_routed_experts": 4, "prediction_length": 4}
-"""Fields that some models cannot do without, though they are None by default."""
+_REQUIRED: Final = {"head_dim": WIDTH // HEADS, "num_experts_per_tok": 2, "n_routed_experts": 4, "prediction_length": 4}
+"""Fields that some models require although their default is None."""
 _LISTS: Final[tuple[tuple[str, int], ...]] = (
     (r"depths|num_blocks|layers|\w*_layers|num_\w*layers|\w*depths", 1),
     (r"\w*hidden_sizes|\w*embed_dims?|channels|\w*_channels|dims|\w*_dims?|conv_dim|\w*hidden_size", 64),
@@ -69,15 +69,15 @@ _LISTS: Final[tuple[tuple[str, int], ...]] = (
 
 
 def small_config(model_type: str, changes: dict[str, Any] | None = None) -> PreTrainedConfig:
-    """The small configuration of a model type, with `changes`. Raises what its class raises for what it cannot take."""
-    return _shrunk(CONFIG_MAPPING[model_type], {}, OVERRIDES.get(model_type, {}) | (changes or {}))
+    """The small configuration of a model type, with `changes`. Errors of its class are passed through."""
+    return _shrink(CONFIG_MAPPING[model_type], {}, OVERRIDES.get(model_type, {}) | (changes or {}))
 
 
-def _shrunk(kind: type[PreTrainedConfig], given: dict[str, Any], overrides: dict[str, Any]) -> PreTrainedConfig:
+def _shrink(kind: type[PreTrainedConfig], given: dict[str, Any], overrides: dict[str, Any]) -> PreTrainedConfig:
     default = kind(**given)
-    fields = [f for f in dataclasses.fields(kind) if f.name not in _OF_THE_BASE]
+    fields = [f for f in dataclasses.fields(kind) if f.name not in _BASE_FIELDS]
     values = {f.name: vars(default).get(f.name) for f in fields}
-    few_keys = any(
+    grouped_keys = any(
         isinstance(v, int)
         and v
         and re.fullmatch(r"num_\w*key_value_heads|num_\w*kv_heads", n)
@@ -88,19 +88,19 @@ def _shrunk(kind: type[PreTrainedConfig], given: dict[str, Any], overrides: dict
     for name, value in values.items():
         if name in overrides and not isinstance(overrides[name], dict):
             continue
-        if value is None and name in _NEEDED:
-            small[name] = _NEEDED[name]
+        if value is None and name in _REQUIRED:
+            small[name] = _REQUIRED[name]
         elif isinstance(value, PreTrainedConfig):
             inner = overrides.get(name, {})
             model_type = inner.get("model_type")
             sub = type(value)
-            small[name] = _shrunk(
+            small[name] = _shrink(
                 CONFIG_MAPPING[model_type] if model_type else sub,
                 {} if model_type else _special(value),
                 {**OVERRIDES.get(getattr(sub, "model_type", ""), {}), **inner},
             )
         elif isinstance(value, int) and not isinstance(value, bool):
-            small[name] = _number(name, value, few_keys)
+            small[name] = _number(name, value, grouped_keys)
         elif isinstance(value, list | tuple) and value and all(isinstance(v, int) for v in value):
             new = _list(name, list(value))
             if new is not None:
@@ -120,25 +120,25 @@ def _shrunk(kind: type[PreTrainedConfig], given: dict[str, Any], overrides: dict
 
 
 def _fit_sections(config: Any) -> None:
-    """Give the rotary sections of images the room that a small head has, where the model reads them unasked."""
+    """Fit the rotary sections of images to a small head, for models that read them without a default."""
     settings = vars(config).get("rope_parameters")
     if isinstance(settings, dict) and "rope_theta" in settings and "mrope_section" not in settings:
         if not re.search("vl|glm|vision|omni|image|colqwen|v_", str(config.model_type)):
             return
-        turned = int(vars(config).get("head_dim") or WIDTH // HEADS) * settings.get("partial_rotary_factor", 1.0)
-        settings["mrope_section"] = [2, 3, 3] if turned == 16 else [2, 1, 1]
+        rotary_size = int(vars(config).get("head_dim") or WIDTH // HEADS) * settings.get("partial_rotary_factor", 1.0)
+        settings["mrope_section"] = [2, 3, 3] if rotary_size == 16 else [2, 1, 1]
 
 
 def _special(value: PreTrainedConfig) -> dict[str, Any]:
-    """What the outer configuration asks of an inner one that is not a size."""
+    """Fields of an inner configuration that the outer one changed and that are not sizes."""
     default = type(value)()
-    mine, theirs = vars(value), vars(default)
+    inner, default_fields = vars(value), vars(default)
     return {
-        f.name: mine[f.name]
+        f.name: inner[f.name]
         for f in dataclasses.fields(type(value))
-        if f.name not in _OF_THE_BASE
-        and isinstance(mine.get(f.name), bool | str | float)
-        and mine.get(f.name) != theirs.get(f.name)
+        if f.name not in _BASE_FIELDS
+        and isinstance(inner.get(f.name), bool | str | float)
+        and inner.get(f.name) != default_fields.get(f.name)
     }
 
 
@@ -149,18 +149,18 @@ def _is_fewer(name: str, keys: int, values: dict[str, Any]) -> bool:
     return bool(heads) and keys < max(heads)
 
 
-def _number(name: str, value: int, few_keys: bool) -> int | None:
+def _number(name: str, value: int, grouped_keys: bool) -> int | None:
     if re.fullmatch(r"\w*token_(id|index)|\w*_token", name) and value is not None:
         if name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
             return None
         return VOCABULARY - 1 - sum(map(ord, name)) % 20
     if name in ("n_group", "topk_group"):
         return 1
-    if _KEPT.fullmatch(name) or value <= 1:
+    if _UNCHANGED.fullmatch(name) or value <= 1:
         return None
     for pattern, size in _RULES:
         if re.fullmatch(pattern, name):
-            if "key_value" in pattern and not few_keys:
+            if "key_value" in pattern and not grouped_keys:
                 size = HEADS
             return min(value, size) if size else None
     return None
@@ -172,7 +172,7 @@ def _rope(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _list(name: str, value: list[int]) -> list[int] | None:
-    if _KEPT.fullmatch(name):
+    if _UNCHANGED.fullmatch(name):
         return None
     for pattern, size in _LISTS:
         if re.fullmatch(pattern, name):

@@ -1,4 +1,4 @@
-"""The judge of the zoo tells our faults from a model's own chaos."""
+"""The zoo distinguishes errors of foreshock from chaotic models, and redraws entries reproducibly."""
 
 import contextlib
 from typing import Any
@@ -8,15 +8,15 @@ import torch
 from tests.zoo import census
 from tests.zoo.judge import Entry, examine
 from tests.zoo.redrawing import Redrawing
-from tests.zoo.run import look_at
-from tests.zoo.running import Case, TookTooLongError, at_most, draw_weights
+from tests.zoo.run import examine_entry
+from tests.zoo.running import Case, TimeLimitExceededError, draw_weights, time_limit
 from torch import Tensor, nn
 
 from foreshock.monitor.attention.watched_layer import WatchedLayer
 
 
 class Chaotic(nn.Module):
-    """Attention, and then a map that makes two numbers a rounding apart differ by much of their size."""
+    """Attention followed by a chaotic map, which amplifies rounding to a large relative difference."""
 
     def __init__(self, doublings: int) -> None:
         super().__init__()
@@ -42,50 +42,53 @@ def _entry(doublings: int) -> Entry:
 
 
 @pytest.mark.parametrize("doublings", [0, 16])
-def test_what_a_model_does_to_a_rounding_of_its_weights_is_not_held_against_our_kernels(doublings: int) -> None:
+def test_correct_kernels_pass_for_stable_and_chaotic_models(doublings: int) -> None:
     assert examine(_entry(doublings), ("kernels",)).wrong == []
 
 
 @pytest.mark.parametrize(("doublings", "factor"), [(0, 1.001), (16, 1.001), (16, 1 + 1e-6)])
-def test_an_attention_that_is_off_is_found_in_a_chaotic_model_too(
+def test_wrong_attention_output_is_detected_even_in_a_chaotic_model(
     monkeypatch: pytest.MonkeyPatch, doublings: int, factor: float
 ) -> None:
     attend = WatchedLayer.attend
 
-    def off(self: WatchedLayer, *args: Any, **options: Any) -> Tensor | None:
+    def scaled_attend(self: WatchedLayer, *args: Any, **options: Any) -> Tensor | None:
         out = attend(self, *args, **options)
         return None if out is None else out * factor
 
-    monkeypatch.setattr(WatchedLayer, "attend", off)
+    monkeypatch.setattr(WatchedLayer, "attend", scaled_attend)
     assert examine(_entry(doublings), ("kernels",)).wrong
 
 
-def test_the_limit_of_time_is_not_taken_for_an_error_of_the_model() -> None:
-    def traced_by_somebody_who_contains_errors() -> None:
+def test_time_limit_is_not_suppressed_as_an_exception_of_the_model() -> None:
+    def suppress_exceptions_forever() -> None:
         while True:
             with contextlib.suppress(Exception):
                 sum(range(1000))
 
-    with pytest.raises(TookTooLongError, match="processor time"), at_most(0.05):
-        traced_by_somebody_who_contains_errors()
+    with pytest.raises(TimeLimitExceededError, match="processor time"), time_limit(0.05):
+        suppress_exceptions_forever()
 
 
-def test_other_numbers_are_drawn_alike_each_time_and_are_not_those_of_the_entry() -> None:
+def test_redrawn_entry_is_reproducible_and_differs_from_the_original() -> None:
     plain, numbers = census.entry("transformers gpt2"), Redrawing(seed=5, spread=0.15, dtype="bfloat16")
     entries = [numbers.of(plain) for _ in range(2)]
     assert {entry.name for entry in entries} == {"transformers gpt2 (seed 5, spread 0.15, bfloat16)"}
-    (one, same), usual = ([list(entry.build().parameters()) for entry in entries], list(plain.build().parameters()))
-    assert all(torch.equal(a, b) and a.dtype == torch.bfloat16 for a, b in zip(one, same, strict=True))
-    matrices = [(a.float(), b) for a, b in zip(one, usual, strict=True) if a.dim() == 2]
+    (first, second), original = (
+        [list(entry.build().parameters()) for entry in entries],
+        list(plain.build().parameters()),
+    )
+    assert all(torch.equal(a, b) and a.dtype == torch.bfloat16 for a, b in zip(first, second, strict=True))
+    matrices = [(a.float(), b) for a, b in zip(first, original, strict=True) if a.dim() == 2]
     assert all(float(a.detach().std()) == pytest.approx(0.15, rel=0.2) and not torch.equal(a, b) for a, b in matrices)
-    words, others = (e.cases(e.build())[0].given["input_ids"] for e in (plain, entries[0]))
-    assert not torch.equal(words, others)
-    assert torch.equal(words.sort().values, others.sort().values)
+    original_ids, redrawn_ids = (e.cases(e.build())[0].given["input_ids"] for e in (plain, entries[0]))
+    assert not torch.equal(original_ids, redrawn_ids)
+    assert torch.equal(original_ids.sort().values, redrawn_ids.sort().values)
     assert Redrawing().of(plain) is plain
 
 
-def test_a_spread_is_judged_and_recorded_under_its_numbers() -> None:
-    record = look_at("transformers gpt2", Redrawing(seed=5, spread=0.6))
+def test_redrawn_entry_passes_and_is_recorded_under_its_own_name() -> None:
+    record = examine_entry("transformers gpt2", Redrawing(seed=5, spread=0.6))
     assert record["name"] == "transformers gpt2 (seed 5, spread 0.6, float32)"
     assert (record["wrong"], record["skipped"]) == ([], {})
     assert {way: set(how.values()) for way, how in record["layers"].items()} == {"keep": {"counted"}}

@@ -1,16 +1,16 @@
-"""The norms that foreshock reports of a model's heads are those of what its queries and keys really are."""
+"""The reported spectral norms of a model's heads match norms computed from its actual queries and keys."""
 
 import copy
 
 import pytest
 import torch
 from tests.zoo import census
-from tests.zoo.norm_truth import NORMS, NoTruthError, reported_norms, true_norms
-from tests.zoo.running import at_most
+from tests.zoo.norm_truth import NORMS, NotRecordableError, reported_norms, true_norms
+from tests.zoo.running import time_limit
 
 from foreshock.monitor import attach
 
-SPREAD = (
+SAMPLED_MODELS = (
     "transformers llama",
     "transformers llama, num_key_value_heads=1",
     "transformers gpt2",
@@ -39,32 +39,36 @@ SPREAD = (
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "name" in metafunc.fixturenames:
-        metafunc.parametrize("name", census.names() if metafunc.config.getoption("--tier") == "long" else SPREAD)
+        metafunc.parametrize(
+            "name", census.names() if metafunc.config.getoption("--tier") == "long" else SAMPLED_MODELS
+        )
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_norm_that_is_reported_is_the_true_one(name: str) -> None:
+def test_reported_spectral_norms_match_brute_force_norms(name: str) -> None:
     if name not in census.entries():
         pytest.skip(f"{name.split()[0]} is not installed: pip install '.[zoo]'")
     entry = census.entry(name)
-    with at_most(300):
+    with time_limit(300):
         model = entry.build().eval()
         given = entry.cases(model)[0].given
-        untouched = copy.deepcopy(model)
-        modules = dict(untouched.named_modules())
+        unattached = copy.deepcopy(model)
+        modules = dict(unattached.named_modules())
         names = {id(module): path for path, module in model.named_modules()}
         try:
             with attach(model, url=None, quiet=True, attention="keep") as agent:
                 with torch.no_grad():
                     model(**given)
                 reported = list(reported_norms(model, agent))
-        except ValueError as refusal:
-            pytest.skip(f"attach refuses it: {str(refusal)[:100]}")
+        except ValueError as error:
+            pytest.skip(f"attach rejects it: {str(error)[:100]}")
         for layer, module, holders, norms in reported:
             try:
-                own = [modules[names[id(holder)]] for holder in holders]
-                true = true_norms(untouched, given, modules[names[id(module)]], own)
-            except NoTruthError:  # not every layer can be made to show its queries
+                own_holders = [modules[names[id(holder)]] for holder in holders]
+                expected = true_norms(unattached, given, modules[names[id(module)]], own_holders)
+            except NotRecordableError:  # the queries of some layers cannot be recorded
                 continue
             for norm in NORMS:
-                torch.testing.assert_close(norms[norm].double(), true[norm], rtol=2e-3, atol=0, msg=f"{layer}, {norm}")
+                torch.testing.assert_close(
+                    norms[norm].double(), expected[norm], rtol=2e-3, atol=0, msg=f"{layer}, {norm}"
+                )

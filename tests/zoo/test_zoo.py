@@ -1,4 +1,4 @@
-"""Every model of the zoo is the same with foreshock under it, and what foreshock does not see of it is named."""
+"""foreshock does not change the models of the zoo, and measures or reports all their attention."""
 
 import warnings
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from tests.zoo import census
 from tests.zoo.judge import examine
-from tests.zoo.running import TookTooLongError, at_most
+from tests.zoo.running import TimeLimitExceededError, time_limit
 
 QUICK = (
     "transformers gpt2",
@@ -18,10 +18,10 @@ QUICK = (
     "transformers vit",
     "transformers whisper",
 )
-"""One of each way to write attention, and of those the quickest: separate and fused projections, rotary, ALiBi, soft
-caps, sinks, grouped and single keys, encoders, pictures, and a decoder that looks at an encoder."""
+"""The fastest model for each implementation of attention: separate and fused projections, rotary, ALiBi, soft caps,
+sinks, grouped and single keys, encoders, images, and cross-attention."""
 
-IN_ONE_CASE = {
+ONE_CASE = {
     "transformers deberta-v2": "padded inside",
     "transformers xglm": "padded left",
     "transformers siglip_vision_model": "unpadded",
@@ -50,48 +50,48 @@ IN_ONE_CASE = {
     "transformers deepseek_v4": "unpadded",
     "transformers mimo_v2_flash": "unpadded",
 }
-"""Others of each way, and the case in which the quick tier examines each; the full tier takes every case, and the long
-tier examines all that live in the zoo."""
+"""More models for each implementation, and the case that the quick tier examines. The full tier examines every case,
+and the long tier every model of the zoo."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "name" in metafunc.fixturenames:
         tier = metafunc.config.getoption("--tier")
-        names = census.names() if tier == "long" else [*QUICK, *IN_ONE_CASE]
-        whole: dict[str, str] = {} if tier == "quick" else dict.fromkeys(IN_ONE_CASE, "every")
-        metafunc.parametrize(("name", "case"), [(n, (IN_ONE_CASE | whole).get(n, "every")) for n in names])
+        names = census.names() if tier == "long" else [*QUICK, *ONE_CASE]
+        all_cases: dict[str, str] = {} if tier == "quick" else dict.fromkeys(ONE_CASE, "every")
+        metafunc.parametrize(("name", "case"), [(n, (ONE_CASE | all_cases).get(n, "every")) for n in names])
 
 
 @pytest.fixture(autouse=True)
-def _their_warnings_are_theirs() -> None:
+def ignore_warnings_of_libraries() -> None:
     warnings.simplefilter("ignore")
 
 
-def test_a_model_is_the_same_with_foreshock_under_it_and_no_attention_goes_unseen(name: str, case: str) -> None:
+def test_model_is_unchanged_by_foreshock_and_all_attention_is_reported(name: str, case: str) -> None:
     entry = census.entry(name)
     if case != "every":
-        every = entry.cases
-        entry = replace(entry, cases=lambda model: [each for each in every(model) if each.name == case])
-    with at_most(300):
+        cases = entry.cases
+        entry = replace(entry, cases=lambda model: [one_case for one_case in cases(model) if one_case.name == case])
+    with time_limit(300):
         record = examine(entry)
     assert not record.wrong, "\n".join((name, *record.wrong))
 
 
-def test_the_spread_lives_in_the_zoo() -> None:
-    spread = {*QUICK, *IN_ONE_CASE}
-    assert spread <= set(census.names())
-    assert len(spread) == len(QUICK) + len(IN_ONE_CASE) == 35
+def test_sampled_models_exist_in_the_zoo() -> None:
+    sampled = {*QUICK, *ONE_CASE}
+    assert sampled <= set(census.names())
+    assert len(sampled) == len(QUICK) + len(ONE_CASE) == 35
 
 
-def test_a_model_type_that_cannot_be_built_is_listed_and_one_that_can_is_not(pytestconfig: pytest.Config) -> None:
+def test_unbuilt_model_types_still_cannot_be_built(pytestconfig: pytest.Config) -> None:
     if pytestconfig.getoption("--tier") != "long":
-        pytest.skip("the long tier tries every model type that is listed as impossible to build")
+        pytest.skip("the long tier tries every model type in unbuilt.json")
     built = []
     for model_type in census.UNBUILT:
         try:
-            with at_most(30):
+            with time_limit(30):
                 census.run_once(model_type)
-        except (Exception, TookTooLongError):  # whatever it is, it cannot be built
+        except (Exception, TimeLimitExceededError):  # any error means that it cannot be built
             continue
         built.append(model_type)
-    assert not built, f"{built} can be built now: take them out of unbuilt.json"
+    assert not built, f"{built} can be built now: remove them from unbuilt.json"

@@ -1,4 +1,4 @@
-"""The entries of transformers: every model type, in each attention that it supports, padded in every place."""
+"""The entries of transformers: every model type, without and with padding, and with a cache."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.zoo.shrinking import small_config
 
 
 def build(model_type: str, changes: dict[str, Any] | None = None) -> Any:
-    """The small random model of a type; `changes` are fields of its configuration."""
+    """A small random model of a type; `changes` are fields of its configuration."""
     config = small_config(model_type, changes)
     torch.manual_seed(0)
     kind = class_of(model_type)
@@ -46,11 +46,11 @@ def entry(model_type: str, changes: dict[str, Any] | None = None) -> Entry:
 
 
 def compiled_entry(model_type: str) -> Entry:
-    """The entry of a model type under torch.compile, with lengths that change from step to step."""
+    """The entry of a model type under torch.compile, with a different length in each step."""
     name = f"{name_of(model_type)}, compiled"
     return Entry(name, model_type, lambda: build(model_type), lambda m: [Case("compiled", inputs_of(m), compiled=True)])
 
 
 def name_of(model_type: str, changes: dict[str, Any] | None = None) -> str:
-    """transformers TYPE, and what is changed in its configuration."""
+    """`transformers TYPE` and the changed fields of its configuration."""
     return ", ".join((f"transformers {model_type}", *(f"{field}={value}" for field, value in (changes or {}).items())))

@@ -1,4 +1,4 @@
-"""What the entries of libraries are made of: a name, a model and its cases, and inputs that are drawn."""
+"""Helpers for the entries of libraries: names, cases and random inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,22 +14,22 @@ LENGTH = 12
 
 
 def draw(*shape: int) -> Tensor:
-    """Normal numbers, the same ones always."""
+    """Normally distributed numbers with a fixed seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(5))
 
 
 def words(*shape: int, first: int = 3, last: int = 60) -> Tensor:
-    """Numbers of words."""
+    """Token ids with a fixed seed."""
     return torch.randint(first, last, shape, generator=torch.Generator().manual_seed(5))
 
 
 def padding(place: str) -> Tensor:
-    """True where a token is padding, [2, LENGTH]: on the right, on the left or inside the first row."""
+    """True at padding tokens, [2, LENGTH]: at the right, left or inside of the first row."""
     padded = torch.zeros(2, LENGTH, dtype=torch.bool)
     padded[0, {"right": slice(8, 12), "left": slice(0, 4), "inside": slice(4, 7)}[place]] = True
     return padded
 
 
 def given(**inputs: Any) -> Cases:
-    """One case, with these inputs."""
+    """A single case with these inputs."""
     return lambda model: [Case("unpadded", inputs)]
