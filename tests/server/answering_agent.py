@@ -1,4 +1,4 @@
-"""A training that answers orders."""
+"""A fake training that answers orders."""
 
 import threading
 from typing import Self
@@ -11,9 +11,9 @@ from foreshock.server.testing import FakeRank, LiveService
 
 
 class AnsweringAgent:
-    """A training in a thread: while its `with` lasts, a rank takes steps and answers every order that comes back.
+    """A training in a thread: inside its `with` block, a rank takes steps and answers every order that it receives.
 
-    The modes that it tells are those that the orders before left. With outcome None it takes orders and says nothing.
+    Its samples report the modes of the applied orders. With outcome None, it receives orders without an answer.
     """
 
     def __init__(
@@ -21,7 +21,7 @@ class AnsweringAgent:
     ) -> None:
         self._live, self._rank, self._outcome, self._token = live, rank, outcome, token
         self._modes: dict[HeadRef, str] = {}
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._train)
         self._failure: Exception | None = None
 
@@ -31,7 +31,7 @@ class AnsweringAgent:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
         if self._failure is not None:
             raise self._failure
@@ -39,7 +39,7 @@ class AnsweringAgent:
     def _train(self) -> None:
         step = 1
         try:
-            while not self._over.wait(0.1):
+            while not self._stopped.wait(0.1):
                 step += 1
                 modes = [parse_mode(self._modes.get(head, "plain")) for head in head_refs(self._rank.layers)]
                 events = self.events(step, Array.of(np.array(modes, dtype=np.int32)))
@@ -47,15 +47,15 @@ class AnsweringAgent:
                     if self._outcome is not None:
                         answer = self._answer(command, step, self._outcome)
                         self._live.post(self._rank.batch(answer), self._token)
-        except Exception as error:  # raised where the thread is waited for
+        except Exception as error:  # raised again by __exit__
             self._failure = error
 
     def first(self) -> list[Event]:
-        """What it says before its first sample."""
+        """The events before the first sample."""
         return [self._rank.started()]
 
     def events(self, step: int, modes: Array) -> list[Event]:
-        """What it says after a step."""
+        """The events of a step."""
         return [self._rank.sample(step).model_copy(update={"modes": modes})]
 
     def _answer(self, command: Command, step: int, outcome: Outcome) -> Switched:

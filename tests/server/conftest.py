@@ -1,4 +1,4 @@
-"""Fixtures of the service's tests."""
+"""Fixtures for tests of the service."""
 
 import asyncio
 import inspect
@@ -30,7 +30,7 @@ def live_service(tmp_path: Path) -> Iterator[LiveService]:
 
 @dataclass
 class Service:
-    """A service within the test's own process."""
+    """A service in the process of the test."""
 
     app: FastAPI
     client: httpx.AsyncClient
@@ -38,7 +38,7 @@ class Service:
     async def post(
         self, batch: Batch, age: float | None = None, *, replayed: bool = False, secret: str = ""
     ) -> httpx.Response:
-        """Send a batch, of a process start so many seconds old, as itself or from its spool, with this token."""
+        """Send a batch. age: seconds since the process started; replayed: sent from a spool; secret: the token."""
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {secret}"} if secret else {})
         if age is not None:
             headers[AGE_HEADER] = str(age)
@@ -47,31 +47,31 @@ class Service:
         return await self.client.post("/v1/batches", content=batch.model_dump_json(), headers=headers)
 
     async def store(self, rank: FakeRank, *events: Event, age: float | None = None, replayed: bool = False) -> Ack:
-        """Send a rank's next batch, which must be stored."""
-        answer = await self.post(rank.batch(*events), age, replayed=replayed)
-        assert answer.status_code == 200, answer.text
-        return Ack.model_validate_json(answer.content)
+        """Send the next batch of a rank; fail the test if it is not stored."""
+        response = await self.post(rank.batch(*events), age, replayed=replayed)
+        assert response.status_code == 200, response.text
+        return Ack.model_validate_json(response.content)
 
     async def get(self, path: str, **query: Any) -> Any:
-        """The JSON at a path, which must be there."""
-        answer = await self.client.get(path, params=query)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+        """Return the JSON at a path; fail the test if the status is not 200."""
+        response = await self.client.get(path, params=query)
+        assert response.status_code == 200, response.text
+        return response.json()
 
 
-Story = Callable[[Service], Awaitable[None]]
+Scenario = Callable[[Service], Awaitable[None]]
 
 
-class Play(Protocol):
-    """Runs a story in a service with these settings."""
+class RunScenario(Protocol):
+    """Run a scenario in a service with these settings."""
 
-    def __call__(self, story: Story, name: str = "foreshock", **settings: Any) -> None:
-        """Open the service on the store of this name, let the story happen, close it."""
+    def __call__(self, scenario: Scenario, name: str = "foreshock", **settings: Any) -> None:
+        """Open a service on the store of this name, run the scenario, and close the service."""
 
 
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SQLite store of today's schema without a run. A copy is there sooner than the migrations that make one."""
+    """An empty SQLite store with the current schema. Copying it is faster than running the migrations."""
     path = tmp_path_factory.mktemp("store") / "empty.db"
 
     async def make() -> None:
@@ -84,22 +84,22 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def play(tmp_path: Path, empty_store: Path) -> Play:
-    """A service within the process, on a new store; settings can be given."""
+def run_scenario(tmp_path: Path, empty_store: Path) -> RunScenario:
+    """A function that runs a scenario in a service on a new SQLite store."""
 
-    def run(story: Story, name: str = "foreshock", **settings: Any) -> None:
+    def run(scenario: Scenario, name: str = "foreshock", **settings: Any) -> None:
         path = tmp_path / f"{name}.db"
         if not path.exists():
             shutil.copyfile(empty_store, path)
-        asyncio.run(play_at(f"sqlite:///{path}", story, **settings))
+        asyncio.run(_run_scenario_at(f"sqlite:///{path}", scenario, **settings))
 
     return run
 
 
 @pytest.fixture
-def service(play: Play) -> Play:
-    """A service within the process, for a test that is a coroutine; `@pytest.mark.settings` gives it settings."""
-    return play
+def service(run_scenario: RunScenario) -> RunScenario:
+    """The service of a test that is a coroutine, with the settings of `@pytest.mark.settings`."""
+    return run_scenario
 
 
 @pytest.fixture
@@ -110,46 +110,46 @@ def rank() -> FakeRank:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is a coroutine, with a service as its story; on stores of both kinds where it uses `on_both`."""
-    test, found = pyfuncitem.obj, pyfuncitem.funcargs
+    """Run a test that is a coroutine as the scenario of its service, or of both databases if it uses them."""
+    test, fixtures = pyfuncitem.obj, pyfuncitem.funcargs
     if not inspect.iscoroutinefunction(test):
         return None
-    given = {name: found[name] for name in inspect.signature(test).parameters if name != "service"}
-    play = cast(Play | None, found.get("on_both", found.get("service")))
-    if play is None:
-        asyncio.run(test(**given))
+    arguments = {name: fixtures[name] for name in inspect.signature(test).parameters if name != "service"}
+    run_scenario = cast(RunScenario | None, fixtures.get("both_databases", fixtures.get("service")))
+    if run_scenario is None:
+        asyncio.run(test(**arguments))
     else:
         mark = pyfuncitem.get_closest_marker("settings")
-        play(lambda service: test(service=service, **given), **(mark.kwargs if mark else {}))
+        run_scenario(lambda service: test(service=service, **arguments), **(mark.kwargs if mark else {}))
     return True
 
 
-async def play_at(database_url: str, story: Story, **settings: Any) -> None:
+async def _run_scenario_at(database_url: str, scenario: Scenario, **settings: Any) -> None:
     app = create_app(settings_with(Settings, database_url=database_url, **{"metrics_seconds": 0.0, **settings}))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8765") as client,
     ):
-        await story(Service(app, client))
+        await scenario(Service(app, client))
 
 
 @pytest.fixture
-def player() -> Callable[..., Awaitable[None]]:
-    """`await player(database_url, story, **settings)`: a service on a store of the test's choice."""
-    return play_at
+def run_scenario_at() -> Callable[..., Awaitable[None]]:
+    """`await run_scenario_at(database_url, scenario, **settings)`: run a scenario in a service on the given store."""
+    return _run_scenario_at
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.servers)])
-def on_both(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
-    """`on_both(story, **settings)`: a service on a new store of either kind."""
+def both_databases(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
+    """`both_databases(scenario, **settings)`: run a scenario in a service on a new store of each kind."""
     server = request.getfixturevalue("postgres") if request.param == "postgresql" else None
 
-    async def on_one(story: Story, settings: dict[str, Any]) -> None:
+    async def on_one(scenario: Scenario, settings: dict[str, Any]) -> None:
         url = f"sqlite:///{tmp_path}/new.db" if server is None else await new_database(server)
-        await play_at(url, story, migrate=True, **settings)
+        await _run_scenario_at(url, scenario, migrate=True, **settings)
 
-    return lambda story, **settings: asyncio.run(on_one(story, settings))
+    return lambda scenario, **settings: asyncio.run(on_one(scenario, settings))
 
 
 @pytest.fixture(scope="session")

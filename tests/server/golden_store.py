@@ -1,4 +1,4 @@
-"""What a service and an agent left behind: a store, what was answered of it, and a saved state."""
+"""Files of an earlier build: a store, the responses of its service, and the saved state of an agent."""
 
 import gzip
 import json
@@ -8,12 +8,12 @@ from typing import Any
 FILES = Path(__file__).parent / "golden" / "store"
 
 
-def answers() -> dict[str, Any]:
-    """What its service answered, by address."""
+def responses() -> dict[str, Any]:
+    """The responses of its service, by path and query."""
     found: dict[str, Any] = json.loads(gzip.decompress((FILES / "answers.json.gz").read_bytes()))
     return found
 
 
 def store_at(path: Path) -> None:
-    """Put the SQLite file that its service left to `path`; its schema is 0021."""
+    """Write the SQLite file of its service, which has schema 0021, to `path`."""
     path.write_bytes(gzip.decompress((FILES / "store.db.gz").read_bytes()))

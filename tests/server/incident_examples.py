@@ -1,4 +1,4 @@
-"""Incidents of a model with twelve heads a layer, for tests of the words about them."""
+"""Incidents of a model with twelve heads per layer, for tests of texts about incidents."""
 
 from typing import Any, Literal
 
@@ -14,20 +14,20 @@ def example(
     state: Literal["raised", "cleared"] = "raised",
     **known: Any,
 ) -> Incident:
-    """An incident of so many heads; of no head it is one of the whole run."""
-    said: dict[str, Any] = {"severity": "warning", "cause": cause, "signal": "offset", "forecast_steps": 2600.0}
-    said |= {"forecast_low_steps": 1900.0}
+    """An incident of this many heads, or of the whole run if `heads` is 0."""
+    fields: dict[str, Any] = {"severity": "warning", "cause": cause, "signal": "offset", "forecast_steps": 2600.0}
+    fields |= {"forecast_low_steps": 1900.0}
     if not heads:
-        said |= dict.fromkeys(("forecast_steps", "forecast_low_steps"))
+        fields |= dict.fromkeys(("forecast_steps", "forecast_low_steps"))
     if cause == "not finite":
-        said |= {"severity": "critical", "cause": "other", "signal": "nonfinite", "forecast_steps": None}
+        fields |= {"severity": "critical", "cause": "other", "signal": "nonfinite", "forecast_steps": None}
     warned = [
         Warned(
             0,
             3375 + number,
             Verdict(
                 id=f"w{number}", step=3375 + number, state=state, layer=(4 + number // 12) % 12 if heads else None,
-                head=(2 + number) % 12 if heads else None, sentence="", **said
+                head=(2 + number) % 12 if heads else None, sentence="", **fields
             ),
         )
         for number in range(heads or 1)

@@ -1,4 +1,4 @@
-"""Orders as people give them, the ranks that get them, and what a rank switched by itself."""
+"""Orders of people, ranks that receive them, and switches that a rank made without an order."""
 
 from typing import Any
 
@@ -45,6 +45,6 @@ def local(
 
 
 async def commands_of(service: Any) -> list[dict[str, Any]]:
-    """The orders and proposals of the run, the newest first."""
+    """The orders and proposals of the run, newest first."""
     found: list[dict[str, Any]] = (await service.get("/v1/runs/run-1/commands", limit=500))["commands"]
     return found

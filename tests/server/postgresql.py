@@ -1,4 +1,4 @@
-"""A PostgreSQL of the tests' own."""
+"""A PostgreSQL server for the tests."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ def _binaries() -> Path | None:
 
 
 class PostgresServer:
-    """A PostgreSQL on a free loopback port, which can be killed and started again."""
+    """A PostgreSQL server on a free loopback port that can be killed and restarted."""
 
     def __init__(self) -> None:
         binaries = _binaries()
@@ -48,12 +48,12 @@ class PostgresServer:
         self.url = f"postgresql://postgres@127.0.0.1:{self._port}/postgres"
 
     def start(self) -> None:
-        """Start, and wait until it answers; what a kill left is recovered."""
+        """Start the server and wait until it accepts connections, after recovery if it was killed."""
         options = f"-p {self._port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
         subprocess.run([*self._control, "-o", options, "start"], check=True, **self._common)
 
     def kill(self) -> None:
-        """kill -9 of the server and of every process of its own."""
+        """Send SIGKILL to the server and to all of its child processes."""
         server = psutil.Process(int((self._folder / "data" / "postmaster.pid").read_text().split()[0]))
         processes = [server, *server.children(recursive=True)]
         for process in processes:
@@ -62,7 +62,7 @@ class PostgresServer:
         psutil.wait_procs(processes, timeout=20)
 
     def remove(self) -> None:
-        """Stop, and take the files away."""
+        """Stop the server and delete its files."""
         subprocess.run(
             [*self._control, "-m", "immediate", "stop"], check=False, stderr=subprocess.DEVNULL, **self._common
         )
@@ -71,7 +71,7 @@ class PostgresServer:
 
 @contextmanager
 def started_postgres() -> Iterator[str]:
-    """The URL of a new PostgreSQL on a free loopback port."""
+    """The URL of a new PostgreSQL server on a free loopback port."""
     server = PostgresServer()
     try:
         server.start()
@@ -89,7 +89,7 @@ async def new_database(postgres: str) -> str:
 
 
 async def deadlocks(url: str) -> int:
-    """How often the server has broken a deadlock in this database; its counters lag by a second at most."""
+    """The number of deadlocks in this database. PostgreSQL updates its counters within a second."""
     await asyncio.sleep(1.5)
     with psycopg.connect(url) as connection:
         query = "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"

@@ -1,4 +1,4 @@
-"""What a scrape shows, and of which runs."""
+"""Series and runs in a scrape of /metrics."""
 
 from typing import Any
 

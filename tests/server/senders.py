@@ -1,4 +1,4 @@
-"""Ranks that send without end, each in a thread of its own."""
+"""Ranks that send batches continuously, each in its own thread."""
 
 import threading
 import time
@@ -11,12 +11,12 @@ from foreshock.server.testing import FakeRank
 
 
 class Sender:
-    """A rank that sends each batch until it is acknowledged, as the agent does. `url` says where to, at every try."""
+    """A rank that sends each batch until it is acknowledged, as the agent does. `url` is called for every attempt."""
 
     def __init__(self, url: Callable[[], str], rank: FakeRank) -> None:
         self.url, self.rank = url, rank
         self.acknowledged = 0
-        """Of its batches those up to this sequence."""
+        """The sequence of the last acknowledged batch."""
         self.refused: list[str] = []
         self.orders: dict[str, int] = {}
         self.delivered_again = 0
@@ -29,18 +29,18 @@ class Sender:
         while not self._stop.is_set():
             try:
                 body, headers = batch.model_dump_json(), {"content-type": "application/json"}
-                answer = httpx.post(f"{self.url()}/v1/batches", content=body, headers=headers, timeout=60.0)
+                response = httpx.post(f"{self.url()}/v1/batches", content=body, headers=headers, timeout=60.0)
             except httpx.HTTPError:
                 time.sleep(0.05)
                 continue
-            if answer.status_code != 200:
-                self.refused.append(answer.text)
+            if response.status_code != 200:
+                self.refused.append(response.text)
                 continue
             self.acknowledged = self.rank.sequence
             step = self.rank.sequence
-            given = Ack.model_validate_json(answer.content).commands
-            new = [command for command in given if command.id not in self.orders]
-            self.delivered_again += len(given) - len(new)
+            received = Ack.model_validate_json(response.content).commands
+            new = [command for command in received if command.id not in self.orders]
+            self.delivered_again += len(received) - len(new)
             self.orders |= {command.id: step for command in new}
             sample = self.rank.sample(step, loss=float(step))
             batch = self.rank.batch(sample, *(self.rank.answer(command, step) for command in new))

@@ -1,4 +1,4 @@
-"""A run whose head grows at one rate, is switched, and grows at another; and what judges the switch."""
+"""A run whose heads grow at different rates before and after a switch, and the verification of that switch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,13 +37,15 @@ async def switched(
     plain_from: int = 3020,
     **order: Any,
 ) -> str:
-    """A run whose heads grow at one rate, are switched at step 2000, and grow at another for 1000 steps more. Their
-    offset begins at `size` nats. warnings: what differs in each from one of head 2 at step 1990. had: the mode before.
-    plain_from: when they are plain again."""
+    """A run whose heads are switched at step 2000 and grow at the rate `before` until then and `after` for 1000 steps.
+
+    size: initial offset in nats. warnings: changes to a warning of head 2 at step 1990, one entry per warning.
+    had: mode before the switch. plain_from: step from which the heads are plain again.
+    """
     rank = FakeRank()
     await service.store(rank, rank.started(policy=policy))
-    told = (rank.verdict(**{"step": 1990, **warning}) for warning in warnings)
-    await service.store(rank, *(grown(rank, step, before, size) for step in range(20, 2000, 20)), *told)
+    verdicts = (rank.verdict(**{"step": 1990, **warning}) for warning in warnings)
+    await service.store(rank, *(grown(rank, step, before, size) for step in range(20, 2000, 20)), *verdicts)
     command: str = (await service.client.post("/v1/runs/run-1/commands", json={**ORDER, **order})).json()["id"]
     [sent] = (await service.store(rank, grown(rank, 2000, before, size))).commands
     answer = rank.answer(sent, 2000)

@@ -1,5 +1,4 @@
-"""The service put together: it listens where it can, does its chores whatever fails, and says whether a batch can be
-stored now."""
+"""The whole service: its port, its store, its page, its chores, readiness and shutdown."""
 
 import asyncio
 import re
@@ -19,7 +18,7 @@ from sqlalchemy import Connection, create_engine
 from sqlalchemy.exc import OperationalError
 from structlog.testing import capture_logs
 
-from foreshock.server import app as put_together
+from foreshock.server import app as service_app
 from foreshock.server.app import AddressError, Server, serve
 from foreshock.server.settings import Settings
 from foreshock.server.store.backup import examine
@@ -37,34 +36,40 @@ def test_port_in_use_is_refused_before_store_is_created(tmp_path: Path) -> None:
 
 
 def test_error_for_damaged_store_names_file_and_restore_command(tmp_path: Path, empty_store: Path) -> None:
-    """The sentence is read by whoever is woken: SQLite's own names neither the file nor what to do."""
-    torn = tmp_path / "torn.db"
+    """The message of SQLite itself names neither the file nor a remedy."""
+    damaged = tmp_path / "torn.db"
     pages = empty_store.read_bytes()
-    torn.write_bytes(pages[:100] + b"\xff" * 400 + pages[500:])
-    for ask in (put_together._open_once(Settings(database_url=f"sqlite:///{torn}")), examine(f"sqlite:///{torn}")):
+    damaged.write_bytes(pages[:100] + b"\xff" * 400 + pages[500:])
+    for opening in (
+        service_app._open_once(Settings(database_url=f"sqlite:///{damaged}")),
+        examine(f"sqlite:///{damaged}"),
+    ):
         with pytest.raises(StoreError, match="malformed") as caught:
-            asyncio.run(ask)
-        assert str(torn) in str(caught.value)
+            asyncio.run(opening)
+        assert str(damaged) in str(caught.value)
         assert "foreshock store restore" in str(caught.value)
 
 
 def test_error_for_locked_store_names_file_and_cause(tmp_path: Path) -> None:
-    held = f"sqlite:///{tmp_path}/held.db"
+    url = f"sqlite:///{tmp_path}/held.db"
     with closing(sqlite3.connect(tmp_path / "held.db")) as other:
         other.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(OperationalError) as met, create_engine(held, connect_args={"timeout": 0}).connect() as late:
-            late.exec_driver_sql("CREATE TABLE runs (id)")
-    assert re.search(r"is locked \(.*held\.db\); another program has locked it", str(unusable(met.value, held)))
+        with (
+            pytest.raises(OperationalError) as raised,
+            create_engine(url, connect_args={"timeout": 0}).connect() as blocked,
+        ):
+            blocked.exec_driver_sql("CREATE TABLE runs (id)")
+    assert re.search(r"is locked \(.*held\.db\); another program has locked it", str(unusable(raised.value, url)))
 
 
 @pytest.mark.parametrize(("migrate", "migrated"), [(None, True), (True, True), (False, False)])
 def test_new_sqlite_store_is_migrated_unless_disabled(tmp_path: Path, migrate: bool | None, migrated: bool) -> None:
     settings = Settings(database_url=f"sqlite:///{tmp_path / 'new.db'}", migrate=migrate)
     if migrated:
-        asyncio.run(put_together._open_once(settings))
+        asyncio.run(service_app._open_once(settings))
     else:
         with pytest.raises(StoreError, match="start one service with FORESHOCK_MIGRATE=true"):
-            asyncio.run(put_together._open_once(settings))
+            asyncio.run(service_app._open_once(settings))
 
 
 async def test_page_is_not_cached_its_assets_exist_and_invalid_range_gets_whole_file(service: Any) -> None:
@@ -74,23 +79,23 @@ async def test_page_is_not_cached_its_assets_exist_and_invalid_range_gets_whole_
     assert len(assets) >= 2
     for asset in assets:
         assert (await service.client.get(f"/{asset}")).status_code == 200, asset
-    for path in ("/", f"/{assets[0]}"):  # a file is sent whole, whatever range the request names
+    for path in ("/", f"/{assets[0]}"):  # an invalid range is ignored
         parts = await service.client.get(path, headers={"range": "bytes=9-1"})
         whole = await service.client.get(path)
         assert (parts.status_code, parts.content) == (200, whole.content), path
 
 
 def test_failing_chore_is_logged_and_retried_until_service_closes() -> None:
-    went = [RuntimeError("lost"), OSError("gone"), ClosingError()]
+    failures = [RuntimeError("lost"), OSError("gone"), ClosingError()]
 
     async def broken() -> None:
-        raise went.pop(0)
+        raise failures.pop(0)
 
-    with capture_logs() as said:
+    with capture_logs() as logged:
         asyncio.run(asyncio.wait_for(repeat(broken, "a chore failed", 0.0, asyncio.Event()), 60))
-    assert went == []
-    assert [line["error"] for line in said] == ["lost", "gone"]
-    assert {line["event"] for line in said} == {"a chore failed; the service tries again"}
+    assert failures == []
+    assert [line["error"] for line in logged] == ["lost", "gone"]
+    assert {line["event"] for line in logged} == {"a chore failed; the service tries again"}
 
 
 Usage = namedtuple("Usage", "total used free")
@@ -98,36 +103,36 @@ Usage = namedtuple("Usage", "total used free")
 
 async def readiness_of(service: Any) -> tuple[int, str]:
     service.app.state.readiness.same_answer_seconds = 0.0
-    answer = await service.client.get("/readyz")
-    return answer.status_code, answer.json()["checks"]["store"]
+    response = await service.client.get("/readyz")
+    return response.status_code, response.json()["checks"]["store"]
 
 
 def test_head_request_returns_status_and_length_of_get_without_body(live_service: LiveService) -> None:
     with live_service.client() as client:
         for path in ("/healthz", "/readyz", "/"):
-            readiness_of, told = client.head(path), client.get(path)
-            assert (readiness_of.status_code, readiness_of.content) == (200, b""), path
-            assert readiness_of.headers["content-length"] == told.headers["content-length"] == str(len(told.content))
+            head, get = client.head(path), client.get(path)
+            assert (head.status_code, head.content) == (200, b""), path
+            assert head.headers["content-length"] == get.headers["content-length"] == str(len(get.content))
 
 
 @pytest.mark.settings(token="a-secret-of-sixteen-or-more")
 async def test_readiness_probes_need_no_token_and_share_one_write(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried = []
-    trying = service.app.state.readiness._tried
+    writes = []
+    try_write = service.app.state.readiness._tried
 
-    async def counted() -> str:
-        tried.append(1)
-        found: str = await trying()
+    async def counted_write() -> str:
+        writes.append(1)
+        found: str = await try_write()
         return found
 
-    monkeypatch.setattr(service.app.state.readiness, "_tried", counted)
+    monkeypatch.setattr(service.app.state.readiness, "_tried", counted_write)
     assert (await service.client.get("/v1/runs")).status_code == 401
     service.app.state.readiness.same_answer_seconds = 3600.0
-    answers = await asyncio.gather(*(service.client.get("/readyz") for _ in range(50)))
-    assert {(answer.status_code, answer.json()["checks"]["store"]) for answer in answers} == {(200, "ok")}
-    assert len(tried) == 1
+    responses = await asyncio.gather(*(service.client.get("/readyz") for _ in range(50)))
+    assert {(response.status_code, response.json()["checks"]["store"]) for response in responses} == {(200, "ok")}
+    assert len(writes) == 1
 
 
 async def test_missing_database_file_is_not_ready(service: Any, tmp_path: Path) -> None:
@@ -147,8 +152,8 @@ async def test_store_that_rejects_writes_is_not_ready(service: Any) -> None:
         connection.exec_driver_sql(
             "CREATE TRIGGER no BEFORE INSERT ON service_state BEGIN SELECT RAISE(ABORT, 'full'); END"
         )
-    status, said = await readiness_of(service)
-    assert (status, said) == (503, "IntegrityError")
+    status, check = await readiness_of(service)
+    assert (status, check) == (503, "IntegrityError")
 
 
 async def test_blocked_writer_is_not_ready_after_deadline_and_recovers(service: Any) -> None:

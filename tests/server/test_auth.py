@@ -1,4 +1,4 @@
-"""Tokens, sessions and the page's login: each route needs its scope, and a session ends when it should."""
+"""Tokens, sessions and the login of the page: required scopes and the end of sessions."""
 
 import re
 import time
@@ -42,12 +42,12 @@ async def test_every_path_and_method_requires_a_token(service: Any) -> None:
     assert len(paths) > 15
     for path in paths:
         for method in METHODS:
-            answer = await service.client.request(method, path)
+            response = await service.client.request(method, path)
             if (method, path) in OPEN or (method, path) in {("HEAD", p) for m, p in OPEN if m == "GET"}:
-                assert answer.status_code != 401, (method, path)
+                assert response.status_code != 401, (method, path)
             else:
-                assert answer.status_code == 401, (method, path, answer.status_code)
-                assert answer.headers["content-type"] == "application/problem+json" or method == "HEAD"
+                assert response.status_code == 401, (method, path, response.status_code)
+                assert response.headers["content-type"] == "application/problem+json" or method == "HEAD"
 
 
 @pytest.mark.promise("S7")
@@ -92,8 +92,8 @@ async def test_token_is_limited_to_its_scopes_and_run_prefix(service: Any) -> No
         ("team-a/1", "the-reader-secret-0002", 401),
     ):
         rank = FakeRank(run=run)
-        answer = await service.post(rank.batch(rank.started(), rank.sample(1)), secret=secret)
-        assert answer.status_code == status, (run, secret)
+        response = await service.post(rank.batch(rank.started(), rank.sample(1)), secret=secret)
+        assert response.status_code == status, (run, secret)
     assert (await service.client.get("/v1/runs/team-a/1", headers=bearer(READER))).status_code == 200
     assert (await service.client.get("/v1/runs", headers=bearer(SENDER))).status_code == 403
     order = {"who": "a", "reason": "b", "mode": "plain"}
@@ -138,28 +138,28 @@ async def test_only_loopback_hosts_and_origins_are_accepted_without_token(
     service: Any, status: int, header: str, values: list[str]
 ) -> None:
     for value in values:
-        answer = await service.client.get("/v1/runs", headers={header: value})
-        assert answer.status_code == status, value
-        assert not [name for name in answer.headers if name.startswith("access-control")]
-        assert answer.headers["content-security-policy"].startswith("default-src 'self'")
+        response = await service.client.get("/v1/runs", headers={header: value})
+        assert response.status_code == status, value
+        assert not [name for name in response.headers if name.startswith("access-control")]
+        assert response.headers["content-security-policy"].startswith("default-src 'self'")
 
 
 @pytest.mark.promise("S18")
 @pytest.mark.parametrize("name", ["foreshock.example.org", "Foreshock.Example.org:443"])
-def test_loopback_probes_are_accepted_when_allowed_hosts_are_set(play: Any, name: str) -> None:
-    async def story(service: Any) -> None:
-        async def asked(path: str, host: str, **more: str) -> int:
-            headers = {"host": host, "authorization": f"Bearer {SECRET}", **more}
+def test_loopback_probes_are_accepted_when_allowed_hosts_are_set(run_scenario: Any, name: str) -> None:
+    async def scenario(service: Any) -> None:
+        async def status_of(path: str, host: str, **others: str) -> int:
+            headers = {"host": host, "authorization": f"Bearer {SECRET}", **others}
             return int((await service.client.get(path, headers=headers)).status_code)
 
         for path in ("/healthz", "/metrics"):
             for host in ("127.0.0.1:8765", "localhost", "[::1]:8765", "foreshock.example.org"):
-                assert await asked(path, host) == 200
-            assert await asked(path, "evil.example") == 403
-        assert await asked("/metrics", "127.0.0.1", origin="https://foreshock.example.org") == 403
-        assert await asked("/metrics", "foreshock.example.org", origin="http://127.0.0.1") == 403
+                assert await status_of(path, host) == 200
+            assert await status_of(path, "evil.example") == 403
+        assert await status_of("/metrics", "127.0.0.1", origin="https://foreshock.example.org") == 403
+        assert await status_of("/metrics", "foreshock.example.org", origin="http://127.0.0.1") == 403
 
-    play(story, token=SECRET, allowed_hosts=(name,))
+    run_scenario(scenario, token=SECRET, allowed_hosts=(name,))
 
 
 @pytest.mark.promise("S21")
@@ -171,8 +171,8 @@ async def test_api_responses_are_never_cached(service: Any) -> None:
 @pytest.mark.promise("S7")
 @pytest.mark.settings(token=SECRET)
 async def test_conflicting_or_repeated_credentials_are_rejected(service: Any) -> None:
-    answer = await service.client.post("/v1/login", json={"token": SECRET})
-    cookie = {"cookie": answer.headers["set-cookie"].partition(";")[0]}
+    response = await service.client.post("/v1/login", json={"token": SECRET})
+    cookie = {"cookie": response.headers["set-cookie"].partition(";")[0]}
     service.client.cookies.clear()
     assert (await service.client.get("/v1/runs", headers=cookie)).status_code == 200
     assert (await service.client.get("/v1/runs", headers=cookie | bearer("a-wrong-one"))).status_code == 401
@@ -188,8 +188,8 @@ async def test_no_response_redirects_to_forged_host(service: Any) -> None:
     headers = bearer(SECRET) | {"host": "evil.example"}
     for path in paths_of(service.app):
         for method in ("GET", "POST"):
-            answer = await service.client.request(method, f"{path.rstrip('/')}/", headers=headers, json={})
-            assert "location" not in answer.headers, (method, path)
+            response = await service.client.request(method, f"{path.rstrip('/')}/", headers=headers, json={})
+            assert "location" not in response.headers, (method, path)
 
 
 SECRETS = {"ann": "the-secret-of-ann-0001", "bob": "the-secret-of-bob-0001"}
@@ -200,18 +200,18 @@ TOKENS = (
 
 
 async def logged_in(service: Any, name: str = "ann", **headers: str) -> dict[str, str]:
-    """The cookie and the CSRF token of a new session, as headers."""
+    """Log in and return headers with the session cookie and its CSRF token."""
     service.client.cookies.clear()
-    answer = await service.client.post("/v1/login", json={"token": SECRETS[name]}, headers=headers)
-    assert answer.status_code == 200, answer.text
-    cookie = answer.cookies.get("foreshock_session") or answer.headers["set-cookie"].split(";")[0].partition("=")[2]
+    response = await service.client.post("/v1/login", json={"token": SECRETS[name]}, headers=headers)
+    assert response.status_code == 200, response.text
+    cookie = response.cookies.get("foreshock_session") or response.headers["set-cookie"].split(";")[0].partition("=")[2]
     service.client.cookies.clear()
-    return {"cookie": f"foreshock_session={cookie}", "x-csrf-token": answer.json()["csrf_token"]}
+    return {"cookie": f"foreshock_session={cookie}", "x-csrf-token": response.json()["csrf_token"]}
 
 
-async def seen(service: Any, session: dict[str, str]) -> int:
-    answer: httpx.Response = await service.client.get("/v1/runs", headers=session)
-    return answer.status_code
+async def runs_status(service: Any, session: dict[str, str]) -> int:
+    response: httpx.Response = await service.client.get("/v1/runs", headers=session)
+    return response.status_code
 
 
 @pytest.mark.promise("S7")
@@ -224,19 +224,19 @@ async def test_logout_ends_one_or_all_sessions_and_stored_rows_are_not_credentia
         rows = connection.execute(text("SELECT * FROM sessions")).all()
     assert len(rows) == 4
     for value in (*(value for row in rows for value in row), *(token.sha256 for token in TOKENS)):
-        assert await seen(service, {"cookie": f"foreshock_session={value}"}) == 401
+        assert await runs_status(service, {"cookie": f"foreshock_session={value}"}) == 401
     assert (await service.client.post("/v1/logout", headers=one)).status_code == 200
-    assert [await seen(service, session) for session in (one, two, three, other)] == [401, 200, 200, 200]
+    assert [await runs_status(service, session) for session in (one, two, three, other)] == [401, 200, 200, 200]
     bearer = {"authorization": f"Bearer {SECRETS['ann']}"}
     assert (await service.client.post("/v1/logout?everywhere=true", headers=bearer)).status_code == 200
-    assert [await seen(service, session) for session in (two, three, other)] == [401, 401, 200]
+    assert [await runs_status(service, session) for session in (two, three, other)] == [401, 401, 200]
 
 
 @pytest.mark.promise("S7")
 @pytest.mark.parametrize(
     ("settings", "scheme", "secure"),
     [
-        ({}, "https", False),  # anybody can write this header
+        ({}, "https", False),  # any client can send this header
         ({"trusted_proxies": ("10.0.0.0/8",)}, "https", False),
         ({"trusted_proxies": ("127.0.0.0/8",)}, "https", True),
         ({"trusted_proxies": ("127.0.0.1",)}, "http", False),
@@ -244,14 +244,14 @@ async def test_logout_ends_one_or_all_sessions_and_stored_rows_are_not_credentia
     ],
 )
 def test_session_cookie_is_secure_behind_tls_proxy(
-    play: Any, settings: dict[str, Any], scheme: str, secure: bool
+    run_scenario: Any, settings: dict[str, Any], scheme: str, secure: bool
 ) -> None:
-    async def story(service: Any) -> None:
+    async def scenario(service: Any) -> None:
         headers = {"x-forwarded-proto": scheme, "x-forwarded-for": "203.0.113.9"}
-        answer = await service.client.post("/v1/login", json={"token": SECRETS["ann"]}, headers=headers)
-        assert ("Secure" in answer.headers["set-cookie"]) == secure
+        response = await service.client.post("/v1/login", json={"token": SECRETS["ann"]}, headers=headers)
+        assert ("Secure" in response.headers["set-cookie"]) == secure
 
-    play(story, tokens=TOKENS, **settings)
+    run_scenario(scenario, tokens=TOKENS, **settings)
 
 
 @pytest.mark.settings(tokens=TOKENS, session_seconds=0.01)
@@ -259,30 +259,30 @@ async def test_expired_session_is_rejected_and_deleted(service: Any) -> None:
     for _ in range(3):
         session = await logged_in(service)
         time.sleep(0.02)
-        assert await seen(service, session) == 401
+        assert await runs_status(service, session) == 401
     with service.app.state.store.reader.engine.begin() as connection:
         assert connection.execute(text("SELECT count(*) FROM sessions")).scalar() == 1
 
 
 @pytest.mark.promise("S7")
-def test_removing_a_token_at_restart_ends_only_its_sessions(play: Any) -> None:
+def test_removing_a_token_at_restart_ends_only_its_sessions(run_scenario: Any) -> None:
     old, new = "the-old-secret-000001", "the-new-secret-000001"
     first, second = (Token.of(name, secret, ("read",)) for name, secret in (("one", old), ("two", new)))
     cookies: list[dict[str, str]] = []
 
     async def statuses(service: Any) -> list[int]:
         secrets = [{"authorization": f"Bearer {secret}"} for secret in (old, new)]
-        return [await seen(service, headers) for headers in (*secrets, *cookies)]
+        return [await runs_status(service, headers) for headers in (*secrets, *cookies)]
 
-    async def both(service: Any) -> None:
+    async def with_both_tokens(service: Any) -> None:
         for secret in (old, new):
-            answer = await service.client.post("/v1/login", json={"token": secret})
-            cookies.append({"cookie": f"foreshock_session={answer.cookies['foreshock_session']}"})
+            response = await service.client.post("/v1/login", json={"token": secret})
+            cookies.append({"cookie": f"foreshock_session={response.cookies['foreshock_session']}"})
             service.client.cookies.clear()
         assert await statuses(service) == [200, 200, 200, 200]
 
-    async def the_new_alone(service: Any) -> None:
+    async def with_new_token_only(service: Any) -> None:
         assert await statuses(service) == [401, 200, 401, 200]
 
-    play(both, tokens=(first, second))
-    play(the_new_alone, tokens=(second,))
+    run_scenario(with_both_tokens, tokens=(first, second))
+    run_scenario(with_new_token_only, tokens=(second,))

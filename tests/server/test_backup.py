@@ -1,4 +1,4 @@
-"""Backup and restore, drilled: what was acknowledged before the backup is there after it, and the audit trail holds."""
+"""Backup and restore: acknowledged batches and the audit trail are complete in the restored store."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from foreshock.cli.main import app
 from foreshock.server.testing import FakeRank, LiveService, post
 
-ORDER = {"who": "ann", "reason": "a drill", "mode": "plain"}
+ORDER = {"who": "ann", "reason": "a test", "mode": "plain"}
 
 
 def cli(*arguments: str, fails: bool = False) -> str:
@@ -29,7 +29,7 @@ def cli(*arguments: str, fails: bool = False) -> str:
 
 @contextmanager
 def ingest(url: str) -> Iterator[list[Sender]]:
-    """Ranks that send on and on."""
+    """Ranks that send continuously."""
     senders = [Sender(lambda: url, FakeRank(run=f"run-{n % 3}", rank=n, boot=f"boot-{n}")) for n in range(6)]
     try:
         yield senders
@@ -38,39 +38,39 @@ def ingest(url: str) -> Iterator[list[Sender]]:
             sender.stop()
 
 
-def more(senders: list[Sender], number: int) -> None:
-    """Wait until each has so many batches more acknowledged."""
+def wait_for_more(senders: list[Sender], number: int) -> None:
+    """Wait until each sender has this many more acknowledged batches."""
     before = [sender.acknowledged for sender in senders]
 
     def all_have() -> bool:
-        return all(one.acknowledged >= was + number for one, was in zip(senders, before, strict=True))
+        return all(sender.acknowledged >= earlier + number for sender, earlier in zip(senders, before, strict=True))
 
     eventually(f"{number} more batches of each", all_have, 120)
 
 
-def drill(folder: Path, url: str, restored: str, environment: dict[str, str]) -> None:
-    """Back the store at `url` up during ingest, lose it, restore it into `restored`, and look."""
+def check_backup_and_restore(folder: Path, url: str, restored: str, environment: dict[str, str]) -> None:
+    """Back up the store at `url` during ingest, restore it to `restored`, and check its content."""
     backup, trail = folder / "backup.file", folder / "trail.jsonl"
     with LiveService(folder, {"FORESHOCK_DATABASE_URL": url, **environment}) as service, service.client() as client:
         with ingest(service.url) as senders:
-            more(senders, 2)
+            wait_for_more(senders, 2)
             for _ in range(4):
                 assert client.post("/v1/runs/run-0/commands", json=ORDER).status_code == 201
             cli("audit", "export", str(trail), "--url", service.url)
-            before, told = [(one.rank.boot, one.acknowledged) for one in senders], trail.read_bytes().splitlines()
-            said = cli("store", "backup", str(backup), "--database-url", url)
-            assert f"{backup.stat().st_size} bytes" in said
-            more(senders, 1)  # ingest went on
+            before, exported = [(one.rank.boot, one.acknowledged) for one in senders], trail.read_bytes().splitlines()
+            output = cli("store", "backup", str(backup), "--database-url", url)
+            assert f"{backup.stat().st_size} bytes" in output
+            wait_for_more(senders, 1)  # ingest continues after the backup
         assert [one.refused for one in senders] == [[]] * 6
-    assert len(told) >= 4
+    assert len(exported) >= 4
     assert "rows of the audit trail" in cli("store", "restore", str(backup), "--database-url", restored)
     with (
         LiveService(folder, {"FORESHOCK_DATABASE_URL": restored, **environment}) as service,
         service.client() as client,
     ):
         assert {run["run"] for run in client.get("/v1/runs").json()["runs"]} == {"run-0", "run-1", "run-2"}
-        assert client.get("/v1/audit/export").content.splitlines()[: len(told)] == told
-        # What was acknowledged before the backup is stored: sent again, each is known.
+        assert client.get("/v1/audit/export").content.splitlines()[: len(exported)] == exported
+        # Batches acknowledged before the backup are in it: each is a duplicate when sent again.
         by_boot = {f"boot-{n}": FakeRank(run=f"run-{n % 3}", rank=n, boot=f"boot-{n}") for n in range(6)}
         sent = [(by_boot[boot], sequence) for boot, last in before for sequence in range(1, last + 1)]
         for rank, sequence in sent:
@@ -78,17 +78,17 @@ def drill(folder: Path, url: str, restored: str, environment: dict[str, str]) ->
         text = client.get("/metrics").text
         assert f'foreshock_service_batches_total{{result="duplicate"}} {len(sent)}\n' in text
         assert 'foreshock_service_batches_total{result="stored"} 0\n' in text
-        # An export of before and the restored store agree; what is ordered from now on follows its rows.
+        # The restored store continues the audit trail of the earlier export.
         assert client.post("/v1/runs/run-1/commands", json=ORDER).status_code == 201
         last = cli("audit", "export", str(trail), "--url", service.url).rpartition("ends with row ")[2].strip()
-    assert int(last) > len(told)
+    assert int(last) > len(exported)
     assert [json.loads(line)["sequence"] for line in trail.read_bytes().splitlines()] == [*range(1, int(last) + 1)]
 
 
 @pytest.mark.full
 def test_sqlite_store_is_backed_up_during_ingest_and_restored(tmp_path: Path) -> None:
     url, restored = f"sqlite:///{tmp_path}/foreshock.db", f"sqlite:///{tmp_path}/restored/foreshock.db"
-    drill(tmp_path, url, restored, {})
+    check_backup_and_restore(tmp_path, url, restored, {})
 
 
 @pytest.mark.full
@@ -100,7 +100,7 @@ def test_postgresql_store_is_backed_up_during_ingest_and_restored(
     monkeypatch.setenv("PATH", os.pathsep.join([*map(str, tools), os.environ["PATH"]]))
     url = asyncio.run(new_database(postgres))
     restored = asyncio.run(new_database(postgres))
-    drill(tmp_path, url, restored, {"FORESHOCK_MIGRATE": "true"})
+    check_backup_and_restore(tmp_path, url, restored, {"FORESHOCK_MIGRATE": "true"})
     again = cli("store", "restore", str(tmp_path / "backup.file"), "--database-url", restored, fails=True)
     assert "has tables" in again
 
@@ -122,15 +122,15 @@ def test_backup_and_restore_never_overwrite_files(tmp_path: Path) -> None:
 
 
 def test_backup_of_older_schema_is_restored_and_checked(tmp_path: Path) -> None:
-    """Its schema is older: the service brings it up to date at its start, and whoever restores must not be told no."""
+    """The service migrates the older schema when it starts, so restore and check must accept it."""
     golden_store.store_at(tmp_path / "old.backup")
     url = f"sqlite:///{tmp_path}/foreshock.db"
-    held = cli("store", "restore", str(tmp_path / "old.backup"), "--database-url", url)
-    assert "rows of the audit trail" in held
-    assert cli("store", "check", "--database-url", url) == held
+    checked = cli("store", "restore", str(tmp_path / "old.backup"), "--database-url", url)
+    assert "rows of the audit trail" in checked
+    assert cli("store", "check", "--database-url", url) == checked
     with LiveService(tmp_path):
         pass
-    assert cli("store", "check", "--database-url", url) == held
+    assert cli("store", "check", "--database-url", url) == checked
 
 
 @pytest.mark.parametrize(
@@ -146,12 +146,12 @@ def test_backup_of_older_schema_is_restored_and_checked(tmp_path: Path) -> None:
     ],
 )
 def test_unusable_store_is_reported_without_traceback_or_password(tmp_path: Path, url: str, sentence: str) -> None:
-    (tmp_path / "text.db").write_text("no database at all, but a text")
+    (tmp_path / "text.db").write_text("this text is not a database")
     files = {"check": [], "backup": [str(tmp_path / "copy")], "restore": [str(tmp_path / "text.db")]}
     for command, file in files.items():
         result = CliRunner().invoke(app, ["store", command, *file, "--database-url", url.format(folder=tmp_path)])
         assert result.exit_code == 1
-        assert isinstance(result.exception, SystemExit), result.exception  # said by the command line, no traceback
+        assert isinstance(result.exception, SystemExit), result.exception  # an error message without a traceback
         assert "secret" not in result.output
         assert sentence in result.stderr or command != "check"
         assert [path.name for path in tmp_path.iterdir()] == ["text.db"]
@@ -175,8 +175,8 @@ def test_audit_export_continues_only_complete_file_of_same_store(tmp_path: Path)
         for orders in (0, 8):
             service.post(rank.batch(rank.started()))
             ordered(client, orders)
-            said = cli("audit", "export", str(export), "--url", service.url, fails=True)
-            assert "is missing or differs" in said
+            output = cli("audit", "export", str(export), "--url", service.url, fails=True)
+            assert "is missing or differs" in output
     assert export.read_bytes() == whole
     export.write_bytes(whole[:-7])
     assert "delete that line and export again" in cli("audit", "export", str(export), fails=True)
@@ -186,20 +186,20 @@ def test_audit_export_continues_only_complete_file_of_same_store(tmp_path: Path)
 @pytest.mark.full
 @pytest.mark.promise("S21")
 def test_database_files_and_backups_are_readable_only_by_owner(tmp_path: Path) -> None:
-    def rights(*names: str) -> set[str]:
+    def permissions(*names: str) -> set[str]:
         return {oct((tmp_path / name).stat().st_mode & 0o777) for name in names}
 
     url = f"sqlite:///{tmp_path}/foreshock.db"
     before = os.umask(0)
     try:
-        (tmp_path / "foreshock.db").touch(0o666)  # of an earlier build
+        (tmp_path / "foreshock.db").touch(0o666)  # created by an earlier build
         with LiveService(tmp_path) as service:
             service.post(FakeRank().batch(FakeRank().started()))
-            assert rights("foreshock.db", "foreshock.db-wal", "foreshock.db-shm") == {"0o600"}
+            assert permissions("foreshock.db", "foreshock.db-wal", "foreshock.db-shm") == {"0o600"}
             cli("store", "backup", str(tmp_path / "copy"), "--database-url", url)
         cli("store", "restore", str(tmp_path / "copy"), "--database-url", f"sqlite:///{tmp_path}/again.db")
-        assert rights("copy", "again.db") == {"0o600"}
+        assert permissions("copy", "again.db") == {"0o600"}
         with LiveService(tmp_path, {"FORESHOCK_DATABASE_URL": f"sqlite:///{tmp_path}/new.db"}):
-            assert rights("new.db") == {"0o600"}
+            assert permissions("new.db") == {"0o600"}
     finally:
         os.umask(before)

@@ -1,4 +1,4 @@
-"""Curves keep every extreme; roll-ups say what the samples say, and go when a sample comes late."""
+"""Curves, heat maps and the roll-ups that they are read from."""
 
 import asyncio
 import itertools
@@ -89,7 +89,7 @@ async def test_matrix_shows_last_measured_value_of_rarely_measured_metric(servic
         assert await shown(step) == (measured, {value})
     for span in range(5):
         assert await build(service.app.state.store, 1, span)
-    expected[3980] = (40, 7.0)  # further back than samples are looked through
+    expected[3980] = (40, 7.0)  # further back than the search through samples goes
     for step, (measured, value) in expected.items():
         found, values = await shown(step)
         assert values == {value}
@@ -120,7 +120,7 @@ async def test_roll_ups_equal_samples_and_are_read_instead(service: Any) -> None
         connection.execute(text("UPDATE samples SET arrays = NULL WHERE step < 8192"))
     after = await service.get("/v1/runs/run-1/curves", **{**query, "line": lines})
     for old, new in zip(before["lines"], after["lines"], strict=True):
-        # A bucket of 128 steps counts where it ends, so compare where both series hold all that came before.
+        # A bucket of 128 steps is placed at its end, so compare the points at which both series cover the same steps.
         for key, pick in (("low", min), ("high", max)):
             assert pick(old[key]) == pytest.approx(pick(new[key]), rel=1e-6)
         if old["worst_head"] is not None:
@@ -134,7 +134,7 @@ HEADS = ("states", "modes", "risk")
 
 
 async def heads_read_once(service: Any, *others: FakeRank) -> FakeRank:
-    """A run of five spans whose heads were read in the second alone, all rolled up but for the last."""
+    """A run of five spans with head data only in the second; all spans except the last are rolled up."""
     rank = FakeRank(layers=1)
     for other in others:
         await service.store(other, other.started())
@@ -155,10 +155,10 @@ async def test_late_sample_is_shown_although_its_span_is_rolled_up(service: Any)
         [drawn] = (await service.get("/v1/runs/run-1/curves", line=line, max_points=10))["lines"]
         assert [step for step, value in zip(drawn["steps"], drawn["last"], strict=True) if value is not None] == [1300]
     [drawn] = (await service.get("/v1/runs/run-1/curves", line="run.loss", max_points=1))["lines"]
-    assert drawn["high"] == [50.0], "the mean of the ranks, and not what was rolled up before"
+    assert drawn["high"] == [50.0], "expected the mean of both ranks, not the earlier roll-up"
 
 
-def test_changed_span_is_rolled_up_again_after_restart_when_samples_stop(play: Any) -> None:
+def test_changed_span_is_rolled_up_again_after_restart_when_samples_stop(run_scenario: Any) -> None:
     lagging = FakeRank(layers=1, rank=1)
 
     async def late(service: Any) -> None:
@@ -178,37 +178,37 @@ def test_changed_span_is_rolled_up_again_after_restart_when_samples_stop(play: A
         await roller.build_due(closing)
         await service.store(lagging, lagging.sample(1400))
         await roller.build_due(closing)
-        assert await built(service) == {0, 2, 3}, "a rank that lags behind has sent some of it since the last look"
+        assert await built(service) == {0, 2, 3}, "a slow rank sent a sample of span 1 after the previous check"
         await roller.build_due(closing)
         assert await built(service) == {0, 1, 2, 3}
         await roller.build_due(closing)
         await roller.build_due(closing)
-        assert await built(service) == {0, 1, 2, 3}, "the run has not passed its newest span"
+        assert await built(service) == {0, 1, 2, 3}, "the newest span is not complete"
 
-    play(late)
-    play(after)
+    run_scenario(late)
+    run_scenario(after)
 
 
 @pytest.mark.parametrize(
-    ("meanwhile", "kept"),
+    ("meanwhile", "stored"),
     [
         ("nothing", True),
         ("a sample of another span", True),
         ("a late sample", False),
-        ("a start that does its steps again", False),
+        ("a restart from an earlier step", False),
         ("a start with other heads", False),
     ],
 )
 async def test_roll_up_of_span_that_changes_meanwhile_is_discarded_without_reading_boots(
-    service: Any, monkeypatch: pytest.MonkeyPatch, meanwhile: str, kept: bool
+    service: Any, monkeypatch: pytest.MonkeyPatch, meanwhile: str, stored: bool
 ) -> None:
-    store, rank, said = service.app.state.store, FakeRank(layers=1), list[str]()
+    store, rank, statements = service.app.state.store, FakeRank(layers=1), list[str]()
     await service.store(rank, rank.started(), *(rank.sample(step) for step in range(100, 2100, 100)))
-    again, wider = FakeRank(layers=1, boot="b2"), FakeRank(rank=1, layers=2)
+    restarted, wider = FakeRank(layers=1, boot="b2"), FakeRank(rank=1, layers=2)
     events = {
         "a sample of another span": (rank, rank.sample(5000)),
         "a late sample": (rank, rank.sample(150)),
-        "a start that does its steps again": (again, again.started(step=500)),
+        "a restart from an earlier step": (restarted, restarted.started(step=500)),
         "a start with other heads": (wider, wider.started()),
     }
     write = store.write
@@ -217,18 +217,18 @@ async def test_roll_up_of_span_that_changes_meanwhile_is_discarded_without_readi
         monkeypatch.setattr(store, "write", write)
         if meanwhile in events:
             await service.store(*events[meanwhile])
-        listen(store.writer.engine, "before_cursor_execute", lambda *given: said.append(given[2]))
+        listen(store.writer.engine, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
         return await write(change)
 
     monkeypatch.setattr(store, "write", late)
-    assert await build(store, 1, 0) == kept
-    assert said
-    assert [statement for statement in said if "boots" in statement] == []
+    assert await build(store, 1, 0) == stored
+    assert statements
+    assert [statement for statement in statements if "boots" in statement] == []
     assert await build(store, 1, 0)
 
 
 async def test_steps_of_long_run_are_listed_without_full_scan(service: Any) -> None:
-    count, each, asked = 100_000, 100, list[None]()
+    count, interval, progress = 100_000, 100, list[None]()
     rank, store = FakeRank(), service.app.state.store
     await service.store(rank, rank.started(), rank.sample(1))
     with store.writer.engine.begin() as connection:
@@ -240,9 +240,13 @@ async def test_steps_of_long_run_are_listed_without_full_scan(service: Any) -> N
             ),
             {"count": count},
         )
-    listen(store.reader.engine, "checkout", lambda own, *_: own.set_progress_handler(lambda: asked.append(None), each))
+    listen(
+        store.reader.engine,
+        "checkout",
+        lambda own, *_: own.set_progress_handler(lambda: progress.append(None), interval),
+    )
     steps = (await service.get("/v1/runs/run-1/matrix", metric="head.score_max", step=1, max_steps=500))["steps"]
-    assert 0 < each * len(asked) < count, "instructions of SQLite's machine, several of which look at a row"
+    assert 0 < interval * len(progress) < count, "SQLite executes several instructions for each row that it scans"
     assert (steps[0], steps[-1]) == (1, count)
     assert 490 <= len(steps) <= 500
     assert max(np.diff(steps)) < 2 * count / 490
@@ -253,19 +257,19 @@ async def test_matrix_of_layers_with_distinct_heads_is_paginated(service: Any) -
     rank.layers = tuple(layer.model_copy(update={"heads": (layer.layer,)}) for layer in rank.layers)
     await service.store(rank, rank.started(), rank.sample(1))
     seen: dict[int, float] = {}
-    asked = 0
+    first_layer = 0
     while True:
-        answer = await service.client.get(f"/v1/runs/run-1/matrix?metric=head.score_max&from_layer={asked}")
-        assert answer.status_code == 200
-        assert len(answer.content) < 4 * 2**20
-        said = answer.json()
-        for layer, row in zip(said["layers"], said["values"], strict=True):
+        response = await service.client.get(f"/v1/runs/run-1/matrix?metric=head.score_max&from_layer={first_layer}")
+        assert response.status_code == 200
+        assert len(response.content) < 4 * 2**20
+        page = response.json()
+        for layer, row in zip(page["layers"], page["values"], strict=True):
             [value] = [value for value in row if value is not None]
-            assert row[said["heads"].index(layer)] == value
+            assert row[page["heads"].index(layer)] == value
             seen[layer] = value
-        if said["next_layer"] is None:
+        if page["next_layer"] is None:
             break
-        assert said["next_layer"] == said["layers"][-1] + 1
-        asked = said["next_layer"]
+        assert page["next_layer"] == page["layers"][-1] + 1
+        first_layer = page["next_layer"]
     words = rank.words(1).view(np.float64)
     assert [seen[layer] for layer in range(1000)] == pytest.approx(words[:, Slot.SCORE_MAX])

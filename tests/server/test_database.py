@@ -1,5 +1,4 @@
-"""The database is opened, migrated to exactly the tables of the code, or refused in a sentence; old runs leave it, and
-nothing else does."""
+"""The database: migrations, refusal of other schemas, and deletion of old runs but nothing else."""
 
 import time
 from pathlib import Path
@@ -29,18 +28,18 @@ async def test_store_with_missing_or_unsupported_schema_is_refused_with_advice(
         await store.check_schema()
     await store.migrate()
     early = r"schema 0020.*before the first release.*reads 0021.*FORESHOCK_DATABASE_URL"
-    for schema, said in (("0020", early), ("9999", "newer foreshock")):
+    for schema, message in (("0020", early), ("9999", "newer foreshock")):
         with store.writer.engine.begin() as connection:
             connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{schema}'")
         for use in (store.migrate, store.check_schema):
-            with pytest.raises(StoreError, match=said):
+            with pytest.raises(StoreError, match=message):
                 await use()
     await store.close()
 
 
 @pytest.mark.parametrize("kind", ["folder", "text", "link"])
 async def test_file_that_is_not_a_database_keeps_its_permissions(tmp_path: Path, kind: str) -> None:
-    """A misspelt address may name the system's own files, and the service may run as root."""
+    """A misspelt path may name a system file, and the service may run as root."""
     path, text_file = tmp_path / "x.db", tmp_path / "passwd"
     text_file.write_text("root:x:0:0\n")
     text_file.chmod(0o644)
@@ -75,28 +74,28 @@ async def test_migrations_create_exactly_the_tables_of_the_code(tmp_path: Path) 
 
 @pytest.mark.promise("S16")
 async def test_nan_flags_survive_removal_of_other_columns(tmp_path: Path) -> None:
-    """Each bit of `nan_columns` is a number's; schema 0023 had the largest loss in the second place."""
+    """Each bit of `nan_columns` belongs to a column; in schema 0023 the second bit was that of the largest loss."""
     before = ("loss", "loss_max", "grad_norm", "learning_rate", "step_seconds", "agent_seconds")
-    gone = ("unix_seconds", "loss_max", "loss_nonfinite_steps", "grad_norm_nonfinite_steps")
+    removed = ("unix_seconds", "loss_max", "loss_nonfinite_steps", "grad_norm_nonfinite_steps")
 
     store = Store(f"sqlite:///{tmp_path / 'x.db'}")
     await store.migrate()
     with store.writer.engine.begin() as connection:
-        for column in gone:
+        for column in removed:
             connection.exec_driver_sql(f"ALTER TABLE samples ADD COLUMN {column}")
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0023'")
-        own = {"run_id": 1, "boot_id": 1, "sequence": 1, "position": 0, "since_step": 0}
+        common = {"run_id": 1, "boot_id": 1, "sequence": 1, "position": 0, "since_step": 0}
         connection.execute(runs.insert().values(id=1, name="r", first_seen=0.0, last_seen=0.0))
         connection.execute(boots.insert().values(id=1, run_id=1, rank=0, boot="b", last_seen=0.0))
-        rows = [{**own, "step": bits, "nan_columns": bits} for bits in range(2 ** len(before))]
+        rows = [{**common, "step": bits, "nan_columns": bits} for bits in range(2 ** len(before))]
         connection.execute(samples.insert(), rows)
     await store.migrate()
     await store.check_schema()
     with store.reader.engine.begin() as connection:
         for row in connection.execute(select(samples)):
-            were = {name for place, name in enumerate(before) if row.step >> place & 1}
-            now = {name for name, value in unpack_scalars(row).items() if value is not None}
-            assert now == were - {"loss_max"}
+            nan_before = {name for place, name in enumerate(before) if row.step >> place & 1}
+            nan_after = {name for name, value in unpack_scalars(row).items() if value is not None}
+            assert nan_after == nan_before - {"loss_max"}
     await store.close()
 
 
@@ -128,7 +127,7 @@ async def test_temporary_forward_clock_jump_deletes_no_run(service: Any) -> None
     ahead = time.time() + 91 * day
     assert await retention.sweep(now=ahead, monotonic=0.0) == 0
     assert await retention.sweep(now=ahead, monotonic=14.0) == 0
-    assert await retention.sweep(monotonic=24.0) == 0  # the clock is right again
+    assert await retention.sweep(monotonic=24.0) == 0  # the clock is correct again
     assert await retention.sweep(now=ahead, monotonic=5000.0) == 0
     assert {run["run"] for run in (await service.get("/v1/runs"))["runs"]} == {"live", "silent"}
 
@@ -139,10 +138,10 @@ async def test_old_runs_are_deleted_in_groups_and_logged_by_name(service: Any) -
         rank = FakeRank(run=f"run-{number:02}", layers=1)
         await service.store(rank, rank.started(), rank.sample(1))
     retention, ahead = Retention(service.app.state.store, 86_400.0), time.time() + 2 * 86_400.0
-    with capture_logs() as said:
+    with capture_logs() as logged:
         swept = [await retention.sweep(now=ahead, monotonic=at) for at in (0.0, 3000.0, 3600.0, 3610.0, 3620.0)]
     assert swept == [0, 0, 10, 10, 5]
-    named = [name for line in said if line["event"] == "old runs deleted" for name in line["runs"]]
+    named = [name for line in logged if line["event"] == "old runs deleted" for name in line["runs"]]
     assert sorted(named) == [f"run-{number:02}" for number in range(25)]
 
 
@@ -162,10 +161,10 @@ async def test_space_of_deleted_run_is_released_gradually(service: Any) -> None:
     assert full > empty + 2048
     assert await delete_run(store, 1, time.time() + 1)
     await store.give_back()
-    assert await size() == full  # what is kept for the next run is more
+    assert await size() == full  # less space is free than the default reserve
     await store.give_back(kept=100)
-    once = await size()
-    assert full - 2100 < once < full - 2000
+    released_once = await size()
+    assert full - 2100 < released_once < full - 2000
     await store.give_back(kept=100)
     assert await size() < empty + 200
     await service.store(FakeRank(), FakeRank().started())
@@ -176,7 +175,7 @@ CHANGES = ("UPDATE audit SET actor = 'eve'", "DELETE FROM audit WHERE sequence =
 
 
 @pytest.mark.promise("S11")
-@pytest.mark.usefixtures("on_both")
+@pytest.mark.usefixtures("both_databases")
 async def test_audit_rows_cannot_be_updated_deleted_or_truncated(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(), rank.sample(1))
     for _ in range(3):

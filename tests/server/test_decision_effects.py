@@ -1,4 +1,4 @@
-"""What is said after somebody has decided, and how long a person's no holds against machines."""
+"""Effects of decisions on incidents and metrics, and how long a rejection blocks automatic actions."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ async def incident(service: Any) -> Any:
 
 
 async def proposed(service: Any) -> tuple[FakeRank, dict[str, Any]]:
-    """A run under policy approve that proposes to switch its warned head."""
+    """A run with policy approve and a proposal to switch its warned head."""
     rank = FakeRank()
     await service.store(rank, rank.started(policy="approve"), rank.sample(19), rank.verdict(20), local("proposed"))
     [proposal] = (await service.get(f"{RUN}/commands"))["commands"]
@@ -29,12 +29,12 @@ async def proposed(service: Any) -> tuple[FakeRank, dict[str, Any]]:
 
 
 async def decide(service: Any, command: str, word: str) -> None:
-    answer = await service.client.post(f"/v1/commands/{command}/{word}", json=BY_ADA)
-    assert answer.status_code in (200, 201), answer.text
+    response = await service.client.post(f"/v1/commands/{command}/{word}", json=BY_ADA)
+    assert response.status_code in (200, 201), response.text
 
 
 async def metric(service: Any, name: str) -> str:
-    """The line of this metric about the run's incident."""
+    """The line of this metric of the incident."""
     lines: list[str] = (await service.client.get("/metrics")).text.splitlines()
     return next(line for line in lines if line.startswith(f"foreshock_incident_{name}{{"))
 
@@ -52,20 +52,20 @@ async def test_acknowledgement_appears_in_next_scrape_even_of_ended_run(
 
 async def test_incident_follows_approved_order_until_it_is_applied(service: Any) -> None:
     rank, proposal = await proposed(service)
-    waits = await incident(service)
-    for said in (waits["done"], await metric(service, "words")):
-        assert "waits for your approval" in said
-    assert (waits["ask"], waits["order"]["id"]) == ("approve", proposal["id"])
+    before = await incident(service)
+    for text in (before["done"], await metric(service, "words")):
+        assert "waits for your approval" in text
+    assert (before["ask"], before["order"]["id"]) == ("approve", proposal["id"])
     await decide(service, proposal["id"], "approve")
     assert "Approved by Ada" in await metric(service, "words")
-    told = [await incident(service)]
+    states = [await incident(service)]
     [command] = (await service.store(rank, rank.sample(21))).commands
-    told.append(await incident(service))
+    states.append(await incident(service))
     await service.store(rank, rank.answer(command, 21))
-    told.append(await incident(service))
-    assert [one["order"]["state"] for one in told] == ["pending", "delivered", "applied"]
-    assert [one["state"] for one in told] == ["open", "open", "switched"]
-    for one in told:
+    states.append(await incident(service))
+    assert [one["order"]["state"] for one in states] == ["pending", "delivered", "applied"]
+    assert [one["state"] for one in states] == ["open", "open", "switched"]
+    for one in states:
         assert "waits for your approval" not in one["done"]
         assert "Approved by Ada" in one["done"]
         assert one["to_do"].startswith("Wait for")
@@ -96,8 +96,8 @@ async def test_rejection_blocks_agent_and_webhook_until_a_new_warning(service: A
     assert found["done"].startswith("Rejected by Ada")
     assert "has a new warning" in found["done"]
     assert (found["ask"], found["order"]["state"]) == ("none", "rejected")
-    answer = await service.client.post("/v1/webhooks/alertmanager", json=delivery())
-    [result] = answer.json()["results"]
+    response = await service.client.post("/v1/webhooks/alertmanager", json=delivery())
+    [result] = response.json()["results"]
     assert result.startswith("observed: a person rejected this switch")
     worse = rank.verdict(30, state="updated", severity="critical")
     await service.store(rank, worse, local("proposed", "local-2", 30))
@@ -106,11 +106,11 @@ async def test_rejection_blocks_agent_and_webhook_until_a_new_warning(service: A
     await service.store(second, started, second.sample(31), second.verdict(31), local("proposed", "local-3", 31))
     states = [c["state"] for c in (await service.get(f"{RUN}/commands"))["commands"]]
     assert states == ["rejected"]
-    quiet = [one.model_copy(update={"state": "cleared"}) for one in (rank.verdict(40), second.verdict(40))]
-    await service.store(rank, quiet[0])
-    await service.store(second, quiet[1])
-    anew = local("proposed", "local-4", 50).model_copy(update={"verdict": "warn-2"})
-    await service.store(rank, rank.verdict(50, name="warn-2"), anew)
+    cleared = [one.model_copy(update={"state": "cleared"}) for one in (rank.verdict(40), second.verdict(40))]
+    await service.store(rank, cleared[0])
+    await service.store(second, cleared[1])
+    new_proposal = local("proposed", "local-4", 50).model_copy(update={"verdict": "warn-2"})
+    await service.store(rank, rank.verdict(50, name="warn-2"), new_proposal)
     states = [c["state"] for c in (await service.get(f"{RUN}/commands"))["commands"]]
     assert states == ["proposed", "rejected"]
     assert (await incident(service))["ask"] == "approve"
@@ -132,18 +132,18 @@ async def test_undone_switch_blocks_webhooks_until_a_new_warning(
 ) -> None:
     await service.store(rank, rank.started(policy="auto"), rank.sample(1), rank.verdict(1))
     await order(service)
-    [given] = (await service.store(rank, rank.sample(2))).commands
-    await service.store(rank, rank.answer(given, 3), rank.sample(4, mode=1))
-    [cure] = (await service.get(f"{RUN}/commands"))["commands"]
-    await decide(service, cure["id"], "undo")
-    [back] = (await service.store(rank, rank.sample(5, mode=1))).commands
-    taken = rank.answer(back, 6).model_copy(update={"before": ("exact_delta",)})
-    await service.store(rank, taken, rank.sample(7))
+    [command] = (await service.store(rank, rank.sample(2))).commands
+    await service.store(rank, rank.answer(command, 3), rank.sample(4, mode=1))
+    [switch] = (await service.get(f"{RUN}/commands"))["commands"]
+    await decide(service, switch["id"], "undo")
+    [undo] = (await service.store(rank, rank.sample(5, mode=1))).commands
+    undone = rank.answer(undo, 6).model_copy(update={"before": ("exact_delta",)})
+    await service.store(rank, undone, rank.sample(7))
     found = await incident(service)
     assert "set to plain" in found["done"]
     assert found["ask"] == "none"
     assert await alert(service, delivery()) == "observed"
     await service.store(rank, rank.verdict(8, state="cleared"), rank.verdict(9, name="warn-2"))
-    again = delivery()
-    again["alerts"][0]["startsAt"] = "2026-11-21T12:00:00Z"
-    assert await alert(service, again) == "ordered"
+    later_alert = delivery()
+    later_alert["alerts"][0]["startsAt"] = "2026-11-21T12:00:00Z"
+    assert await alert(service, later_alert) == "ordered"

@@ -1,5 +1,4 @@
-"""The service's edge: a batch is read within limits, and refused whole, with reasons; what arrives is
-data and never becomes a path."""
+"""The ingest endpoint: limits, refusals with reasons, and names that never become paths."""
 
 import json
 import socket
@@ -19,10 +18,10 @@ async def test_bad_event_refuses_whole_batch_and_first_ten_are_named(service: An
     body = json.loads(rank.batch(rank.started(), *(rank.sample(s) for s in range(1, 15))).model_dump_json())
     for position in bad:
         body["events"][position]["step"] = -1
-    answer = await service.client.post("/v1/batches", json=body)
-    assert answer.status_code == 422
-    assert answer.headers["content-type"] == "application/problem+json"
-    named = [error["where"].rpartition(".")[0] for error in answer.json()["errors"]]
+    response = await service.client.post("/v1/batches", json=body)
+    assert response.status_code == 422
+    assert response.headers["content-type"] == "application/problem+json"
+    named = [error["where"].rpartition(".")[0] for error in response.json()["errors"]]
     assert [where.split(".")[:2] for where in named] == [["events", str(position)] for position in bad[:10]]
     assert (await service.get("/v1/runs"))["runs"] == []
 
@@ -30,7 +29,7 @@ async def test_bad_event_refuses_whole_batch_and_first_ten_are_named(service: An
 HOSTILE = {
     "nothing": b"",
     "not JSON": b"\x80abc",
-    "nested too deep": b"[" * 100_000,
+    "nested too deeply": b"[" * 100_000,
     "a number too large": b'{"wire":1,"run":"r","rank":1e400,"boot":"b","sequence":1,"events":[]}',
     "NaN literal": b'{"wire":1,"run":"r","rank":NaN,"boot":"b","sequence":1,"events":[]}',
     "a lone surrogate": b'{"wire":1,"run":"\\ud800","rank":0,"boot":"b","sequence":1,"events":[]}',
@@ -45,9 +44,9 @@ HOSTILE = {
 @pytest.mark.promise("S5")
 @pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
 async def test_hostile_body_is_refused_with_problem_response(service: Any, body: bytes) -> None:
-    answer = await service.client.post("/v1/batches", content=body, headers={"content-type": "application/json"})
-    assert answer.status_code in (415, 422)
-    assert answer.json()["status"] == answer.status_code
+    response = await service.client.post("/v1/batches", content=body, headers={"content-type": "application/json"})
+    assert response.status_code in (415, 422)
+    assert response.json()["status"] == response.status_code
 
 
 @pytest.mark.promise("S5")
@@ -65,9 +64,9 @@ async def test_oversized_compressed_or_non_json_body_is_refused(service: Any) ->
     chunked = await post(content=drip(), headers=json_type)
     assert [large.status_code, chunked.status_code] == [413, 413]
     assert large.headers["content-type"] == chunked.headers["content-type"] == "application/problem+json"
-    packed = await post(content=b"{}", headers={**json_type, "content-encoding": "gzip"})
+    compressed = await post(content=b"{}", headers={**json_type, "content-encoding": "gzip"})
     plain = await post(content=b"{}", headers={"content-type": "text/plain"})
-    assert [packed.status_code, plain.status_code] == [415, 415]
+    assert [compressed.status_code, plain.status_code] == [415, 415]
 
 
 @pytest.mark.promise("S12")
@@ -81,13 +80,15 @@ async def test_noisy_run_is_throttled_but_quiet_run_is_not(service: Any) -> None
 
 
 async def test_run_name_that_no_url_can_address_is_refused(service: Any) -> None:
-    """Every client, browsers too, takes a part of dots out of an address before it asks."""
-    words = {path.rpartition("/")[2] for path in service.app.openapi()["paths"] if path.startswith("/v1/runs/{run}/")}
-    assert "commands" in words
-    wrong = {f"team/{word}": f"may not end in /{word}" for word in words}
-    for name, sentence in (wrong | dict.fromkeys((".", ".."), "must not consist of dots only")).items():
-        answer = await service.post(FakeRank(run=name).batch(FakeRank().started()))
-        assert (answer.status_code, sentence in answer.json()["detail"]) == (422, True), name
+    """Clients, including browsers, normalise path segments that consist of dots before they send a request."""
+    suffixes = {
+        path.rpartition("/")[2] for path in service.app.openapi()["paths"] if path.startswith("/v1/runs/{run}/")
+    }
+    assert "commands" in suffixes
+    reserved = {f"team/{word}": f"may not end in /{word}" for word in suffixes}
+    for name, sentence in (reserved | dict.fromkeys((".", ".."), "must not consist of dots only")).items():
+        response = await service.post(FakeRank(run=name).batch(FakeRank().started()))
+        assert (response.status_code, sentence in response.json()["detail"]) == (422, True), name
 
 
 @pytest.mark.promise("S13")
@@ -114,7 +115,7 @@ async def test_repeated_refusals_are_logged_once_with_reason(service: Any, monke
 
 
 MANY = 2 * MAX_VALUES
-BEFORE = b'{"run":"r","rank":0,"boot":"b","sequence":1,"events":['
+BATCH_START = b'{"run":"r","rank":0,"boot":"b","sequence":1,"events":['
 SWITCHED = (
     b'{"kind":"switched","id":"a","step":1,"outcome":"applied","reason":"","after":[],"heads":[%b],"before":[%b]}'
 )
@@ -126,18 +127,18 @@ def listed(value: bytes, times: int = MANY) -> bytes:
 
 
 BOMBS = {
-    "modes that are none": SWITCHED % (b"", listed(b'""')),
-    "modes, a few in each of many events": listed(SWITCHED % (b"", listed(b'""', 1900)), 500),
-    "heads that are none": SWITCHED % (listed(b"[0,-1]", MAX_VALUES // 4), b""),
-    "reasons that are none": HEALTH % b",".join(b'"?%x":1' % i for i in range(MAX_VALUES // 3)),
-    "reasons, a few in each of many events": listed(HEALTH % b",".join(b'"?%x":1' % i for i in range(250)), 500),
-    "fields that nobody knows": b'{"kind":"finished","x":[' + listed(b'{"a":{}}') + b"]}",
-    "events of a kind that nobody knows": listed(b'{"kind":"new","x":[%b]}' % listed(b"[]", 4000), 500),
+    "invalid modes": SWITCHED % (b"", listed(b'""')),
+    "a few invalid modes in each of many events": listed(SWITCHED % (b"", listed(b'""', 1900)), 500),
+    "invalid heads": SWITCHED % (listed(b"[0,-1]", MAX_VALUES // 4), b""),
+    "invalid reasons": HEALTH % b",".join(b'"?%x":1' % i for i in range(MAX_VALUES // 3)),
+    "a few invalid reasons in each of many events": listed(HEALTH % b",".join(b'"?%x":1' % i for i in range(250)), 500),
+    "unknown fields": b'{"kind":"finished","x":[' + listed(b'{"a":{}}') + b"]}",
+    "events of unknown kind": listed(b'{"kind":"new","x":[%b]}' % listed(b"[]", 4000), 500),
 }
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that a process ever held."""
+    """The peak resident memory of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     [line] = [line for line in status.splitlines() if line.startswith("VmHWM")]
     return int(line.split()[1]) * 1024
@@ -148,15 +149,15 @@ def peak_bytes(pid: int) -> int:
 def test_small_body_never_takes_much_memory(tmp_path: Path) -> None:
     with LiveService(tmp_path) as service, service.client() as client:
         for name, events in BOMBS.items():
-            body = BEFORE + events + b"]}"
+            body = BATCH_START + events + b"]}"
             before = peak_bytes(service.pid)
-            answer = client.post("/v1/batches", content=body, headers={"content-type": "application/json"})
-            assert answer.status_code == 422, name
-            assert "values" in answer.json()["detail"] or "error" in answer.json()["detail"]
+            response = client.post("/v1/batches", content=body, headers={"content-type": "application/json"})
+            assert response.status_code == 422, name
+            assert "values" in response.json()["detail"] or "error" in response.json()["detail"]
             assert peak_bytes(service.pid) - before < 20 * len(body) + 128 * 2**20, name
 
 
-WAYS = [
+TRAVERSALS = [
     "/assets/../index.html",
     "/assets/../../app.py",
     "/assets/..%2f..%2fapp.py",
@@ -180,25 +181,25 @@ WAYS = [
 ]
 
 
-def asked(url: str, target: str) -> tuple[int, bytes]:
-    """The status and the rest of the answer to a request line sent as it stands."""
+def send_raw(url: str, target: str) -> tuple[int, bytes]:
+    """Send a request line without normalisation and return the status code and the whole response."""
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
         head = f"GET {target} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
         connection.sendall(head.encode("latin-1"))
-        answer = b""
+        response = b""
         while part := connection.recv(65536):
-            answer += part
-    return int(answer[9:12]), answer
+            response += part
+    return int(response[9:12]), response
 
 
 @pytest.mark.promise("S14")
 def test_path_traversal_never_reaches_a_file(live_service: LiveService) -> None:
-    for target in WAYS:
-        status, answer = asked(live_service.url, target)
-        assert status in (400, 404, 422), target  # 422: a NUL in it
-        assert b"root:" not in answer
-        assert b"create_app" not in answer
+    for target in TRAVERSALS:
+        status, response = send_raw(live_service.url, target)
+        assert status in (400, 404, 422), target  # 422 if the target contains a NUL
+        assert b"root:" not in response
+        assert b"create_app" not in response
 
 
 @pytest.mark.promise("S14")

@@ -1,4 +1,4 @@
-"""/metrics: always valid, within the series budget, and without free text in a label."""
+"""/metrics: valid formats, the limit on series, and labels without free text."""
 
 import asyncio
 import itertools
@@ -34,7 +34,7 @@ from foreshock.server.testing import FakeRank
 OPENMETRICS = {"accept": "application/openmetrics-text; version=1.0.0"}
 
 
-async def a_full_run(service: Any, run: str = "run-1", layers: int = 2) -> FakeRank:
+async def store_run(service: Any, run: str = "run-1", layers: int = 2) -> FakeRank:
     rank = FakeRank(run=run, layers=layers)
     await service.store(rank, rank.started(), rank.sample(1))
     health = AgentHealth(step=1, dropped={"queue_full": 3}, faults={"sender": 1})
@@ -44,12 +44,12 @@ async def a_full_run(service: Any, run: str = "run-1", layers: int = 2) -> FakeR
 
 @pytest.mark.promise("S15")
 async def test_metrics_parse_in_both_formats_with_correct_content_type(service: Any) -> None:
-    await a_full_run(service)
+    await store_run(service)
     plain = await service.client.get("/metrics")
     assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
-    opened = await service.client.get("/metrics", headers=OPENMETRICS)
-    assert opened.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
-    families = list(parse_openmetrics(opened.text))  # type: ignore[no-untyped-call]
+    openmetrics = await service.client.get("/metrics", headers=OPENMETRICS)
+    assert openmetrics.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    families = list(parse_openmetrics(openmetrics.text))  # type: ignore[no-untyped-call]
     known = {metric.name for metric in METRICS} | {m.layer_name for m in METRICS if m.head is not None}
     seen = {sample.name for family in families for sample in family.samples}
     assert seen <= known
@@ -60,7 +60,7 @@ async def test_metrics_parse_in_both_formats_with_correct_content_type(service: 
 
 
 async def test_metrics_show_warning_forecast_and_dropped_events(service: Any) -> None:
-    rank = await a_full_run(service)
+    rank = await store_run(service)
     shown = series_of((await service.client.get("/metrics")).text)
     where = ("head=2", "layer=0", "run=run-1")
     assert shown["foreshock_warning_forecast_steps", *where] == 2100
@@ -88,14 +88,14 @@ async def test_unknown_methods_paths_and_names_create_no_series(service: Any) ->
 
 @pytest.mark.settings(finished_run_seconds=3600.0)
 async def test_finished_run_leaves_metrics_after_configured_time(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = await a_full_run(service)
+    rank = await store_run(service)
     await service.store(rank, Finished(step=1, unix_seconds=1.0, status="completed"))
     shown = series_of((await service.client.get("/metrics")).text)
     assert shown["foreshock_run_active", "run=run-1"] == 0
-    right = time.time
-    monkeypatch.setattr(time, "time", lambda: right() + 3601.0)
-    gone = (await service.client.get("/metrics")).text
-    assert "run-1" not in gone
+    correct_time = time.time
+    monkeypatch.setattr(time, "time", lambda: correct_time() + 3601.0)
+    text = (await service.client.get("/metrics")).text
+    assert "run-1" not in text
 
 
 @pytest.mark.promise("S4")
@@ -109,12 +109,12 @@ async def test_concurrent_scrapes_share_one_snapshot(service: Any) -> None:
         return take(connection, prefix)
 
     exposer._take = counted
-    rank = await a_full_run(service)
-    answers = await asyncio.gather(*(service.client.get("/metrics") for _ in range(20)))
-    assert {answer.status_code for answer in answers} == {200}
+    rank = await store_run(service)
+    responses = await asyncio.gather(*(service.client.get("/metrics") for _ in range(20)))
+    assert {response.status_code for response in responses} == {200}
     await service.store(rank, rank.sample(2))
-    opened = await service.client.get("/metrics", headers=OPENMETRICS)
-    assert 'foreshock_run_step{run="run-1"} 1.0' in opened.text
+    openmetrics = await service.client.get("/metrics", headers=OPENMETRICS)
+    assert 'foreshock_run_step{run="run-1"} 1.0' in openmetrics.text
     assert taken == [""]
 
 
@@ -131,39 +131,41 @@ async def test_heartbeat_updates_last_step_time_only_if_step_advances(
 
     rank, other = FakeRank(), FakeRank(rank=1)
     await service.store(rank, rank.started())
-    assert await shown() == [5_000, 5_000], "a run that has just started has its first step before it"
+    assert await shown() == [5_000, 5_000], "the start of a run counts as a step"
     clock[0] = 5_010
     await service.store(rank, rank.sample(4))
     await service.store(other, other.started(), other.sample(4))
     clock[0] = 5_020
     await service.store(rank, AgentHealth(step=7))
-    assert await shown() == [5_020, 5_020], "a heartbeat that tells of a new step tells that steps pass"
+    assert await shown() == [5_020, 5_020], "a heartbeat with a new step counts as a step"
     clock[0] = 9_000
     await service.store(rank, AgentHealth(step=7))
     await service.store(other, AgentHealth(step=4))
-    assert await shown() == [9_000, 5_020], "the process lives, and its training stands still"
+    assert await shown() == [9_000, 5_020], "heartbeats without a new step do not count as steps"
     clock[0] = 9_500
     resumed = FakeRank(boot="b2")
     await service.store(resumed, resumed.started(step=2), resumed.sample(3))
-    assert await shown() == [9_500, 9_500], "a resumed run steps again, though at a smaller number"
+    assert await shown() == [9_500, 9_500], "a sample after a resume counts as a step despite its lower number"
 
 
 @pytest.mark.promise("A11")
 async def test_steps_skipped_by_loss_scaler_are_not_counted_as_nonfinite(service: Any) -> None:
-    """Gradients overflow beside a finite loss in steps that are skipped; a run that tells no loss has its gradients."""
-    told: dict[str, dict[str, Any]] = {
+    """A skipped step has nonfinite gradients and a finite loss. Without a loss, nonfinite gradients count."""
+    changes_by_run: dict[str, dict[str, Any]] = {
         "skipped": {"loss": 2.5, "grad_norm": math.inf, "grad_norm_nonfinite_steps": 7},
         "broken": {"loss": math.nan, "loss_nonfinite_steps": 2, "grad_norm_nonfinite_steps": 5},
         "no loss": {"loss": None, "grad_norm_nonfinite_steps": 3},
         "healthy": {"loss": 2.5},
     }
-    for name, changes in told.items():
+    for name, changes in changes_by_run.items():
         rank = FakeRank(run=name.replace(" ", "-"))
         for step in (1, 2):
             sample = rank.sample(step).model_copy(update=changes if step == 1 else {})
             await service.store(rank, *([rank.started()] if step == 1 else []), sample)
     seen = series_of((await service.client.get("/metrics")).text)
-    counted = {name: seen["foreshock_run_nonfinite_steps_total", f"run={name.replace(' ', '-')}"] for name in told}
+    counted = {
+        name: seen["foreshock_run_nonfinite_steps_total", f"run={name.replace(' ', '-')}"] for name in changes_by_run
+    }
     assert counted == {"skipped": 0, "broken": 2, "no loss": 3, "healthy": 0}
 
 
@@ -172,7 +174,7 @@ RARE = (*NORMS, "clip_factor", "clipped_steps", "entropy", "grad_norm", "learnin
 
 
 def sample(rank: FakeRank, step: int, *rare: str, of: float | None = None) -> Sample:
-    """A sample of a step that measured these; each is the step, or `of`. Without states no row of any head was seen."""
+    """A sample in which the `rare` fields have the value `of` or the step. Without `states`, no row was counted."""
     value = float(step) if of is None else of
     words = rank.words(step) if "states" in rare else np.tile(identity_row(), (rank.count, 1))
     if "entropy" in rare:
@@ -186,7 +188,7 @@ def sample(rank: FakeRank, step: int, *rare: str, of: float | None = None) -> Sa
 
 
 async def values_of(service: Any, run: str = "run-1") -> dict[str, set[float]]:
-    """By metric the values of a run's series."""
+    """The values of the series of a run, by metric."""
     text = (await service.client.get("/metrics")).text
     found: dict[str, set[float]] = {}
     for family in parse_text(text):
@@ -200,8 +202,8 @@ async def values_of(service: Any, run: str = "run-1") -> dict[str, set[float]]:
 async def test_value_measured_once_stays_in_every_later_scrape(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(), sample(rank, 1))
     unmeasured = before = await values_of(service)
-    for step, rare in enumerate(sorted(RARE, key=lambda name: name != "states"), 2):  # each in a sample of its own,
-        of_rows = ("states",) if rare in ("entropy", "gradient_error") else ()  # or with the rows that it is of
+    for step, rare in enumerate(sorted(RARE, key=lambda name: name != "states"), 2):  # each field in its own sample,
+        of_rows = ("states",) if rare in ("entropy", "gradient_error") else ()  # or together with the counted rows
         await service.store(rank, sample(rank, step, rare, *of_rows))
         now = await values_of(service)
         changed = {name for name in now if "_run_" not in name and now[name] != before.get(name)}
@@ -224,7 +226,7 @@ async def test_value_measured_once_stays_in_every_later_scrape(service: Any, ran
 def test_last_measured_steps_do_not_depend_on_arrival_order(measured: list[set[str]]) -> None:
     rank = FakeRank(layers=1, heads=(0,))
     sent = [sample(rank, step, *rare) for step, rare in enumerate(measured, 1)]
-    left = set()
+    results = set()
     for order in itertools.permutations(sent):
         known: str | None = None
         for one in order:
@@ -232,11 +234,11 @@ def test_last_measured_steps_do_not_depend_on_arrival_order(measured: list[set[s
         steps = json.loads(known or "")
         newest, always, heads = steps.pop("")
         assert heads == 1
-        left.add((newest, frozenset(always), frozenset(steps.items())))
+        results.add((newest, frozenset(always), frozenset(steps.items())))
         for name in RARE:
             last = max((step for step, rare in enumerate(measured, 1) if name in rare), default=None)
             assert (newest if name in always else steps.get(name)) == last
-    assert len(left) == 1
+    assert len(results) == 1
 
 
 @pytest.mark.promise("S15")
@@ -247,11 +249,11 @@ async def test_scrape_rereads_only_changed_runs(service: Any) -> None:
     first = await shown(service)
     read: list[int] = []
     exposer = service.app.state.exposer
-    look = exposer.read_changed
+    read_changed = exposer.read_changed
 
     def counted(connection: Any, rows: Any) -> Any:
         read.extend(row.id for row in rows)
-        return look(connection, rows)
+        return read_changed(connection, rows)
 
     exposer.read_changed = counted
     assert await shown(service) == first
@@ -263,27 +265,27 @@ async def test_scrape_rereads_only_changed_runs(service: Any) -> None:
     assert len(read) == 1
     ended = Finished(step=3, unix_seconds=1.0, status="completed")
     await service.store(ranks[3], ended)
-    gone = await service.client.delete("/v1/runs/run-3", params={"who": "ann", "reason": "no longer needed"})
-    assert gone.status_code == 204
+    deleted = await service.client.delete("/v1/runs/run-3", params={"who": "ann", "reason": "no longer needed"})
+    assert deleted.status_code == 204
     assert "run-3" not in runs_of(await shown(service), "foreshock_run_step")
-    assert len(exposer._made) == 5, "nothing of a run that is deleted stays in memory"
+    assert len(exposer._made) == 5, "series of the deleted run are still in memory"
 
 
 @pytest.mark.promise("S6")
-def test_tenant_with_many_runs_does_not_displace_series_of_another(play: Any) -> None:
-    crowd, other = "crowd-secret-of-one", "other-secret-of-two"
+def test_tenant_with_many_runs_does_not_displace_series_of_another(run_scenario: Any) -> None:
+    crowd_secret, other_secret = "crowd-secret-of-one", "other-secret-of-two"
     tokens = (
-        Token.of("crowd", crowd, ("ingest",), "crowd/"),
-        Token.of("other", other, ("ingest", "read"), "other/"),
+        Token.of("crowd", crowd_secret, ("ingest",), "crowd/"),
+        Token.of("other", other_secret, ("ingest", "read"), "other/"),
         Token.of("all", "all-secret-of-three", ("read",)),
     )
 
-    async def story(service: Any) -> None:
+    async def scenario(service: Any) -> None:
         for number in range(60):
-            service.client.headers["authorization"] = f"Bearer {crowd}"
+            service.client.headers["authorization"] = f"Bearer {crowd_secret}"
             noisy = FakeRank(run=f"crowd/{number:02}", layers=1)
             await service.store(noisy, noisy.started(), noisy.sample(1), noisy.verdict(1, layer=0))
-        service.client.headers["authorization"] = f"Bearer {other}"
+        service.client.headers["authorization"] = f"Bearer {other_secret}"
         victim = FakeRank(run="other/victim")
         await service.store(victim, victim.started(), victim.sample(1), victim.verdict(1, severity="critical"))
         own = await shown(service)
@@ -294,7 +296,7 @@ def test_tenant_with_many_runs_does_not_displace_series_of_another(play: Any) ->
             assert "other/victim" in runs_of(found, f"foreshock_{metric}"), metric
         assert len(found) <= 100 + 2
 
-    play(story, max_series=100, tokens=tokens)
+    run_scenario(scenario, max_series=100, tokens=tokens)
 
 
 @pytest.mark.promise("S4")
@@ -303,8 +305,8 @@ async def test_queries_per_scrape_do_not_grow_with_number_of_runs(service: Any) 
     take = exposer._take
 
     def counted(connection: Any, prefix: str) -> Any:
-        statements.clear()  # background work of the service reads on connections of its own
-        event.listen(connection, "before_cursor_execute", lambda *given: statements.append(given[2]))
+        statements.clear()  # background work uses other connections
+        event.listen(connection, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
         return take(connection, prefix)
 
     exposer._take = counted
@@ -314,20 +316,20 @@ async def test_queries_per_scrape_do_not_grow_with_number_of_runs(service: Any) 
         return len(statements)
 
     for number in range(3):
-        await a_full_run(service, run=f"run-{number}")
+        await store_run(service, run=f"run-{number}")
     few = await queries()
     for number in range(3, 30):
-        await a_full_run(service, run=f"run-{number}")
+        await store_run(service, run=f"run-{number}")
     assert await queries() == few
     assert 0 < few < 20
 
 
 @pytest.mark.promise("S6")
-def test_order_of_series_does_not_depend_on_arrival_order(play: Any) -> None:
+def test_order_of_series_does_not_depend_on_arrival_order(run_scenario: Any) -> None:
     orders: list[list[tuple[str, str]]] = []
 
-    async def story(service: Any) -> None:
-        way, rank = 1 - 2 * len(orders), FakeRank()
+    async def scenario(service: Any) -> None:
+        direction, rank = 1 - 2 * len(orders), FakeRank()
         switches = [
             Switched(
                 id=one, step=1, outcome=one, heads=((0, 1),), before=("plain",), after=("exact_delta",), reason="x"
@@ -335,24 +337,24 @@ def test_order_of_series_does_not_depend_on_arrival_order(play: Any) -> None:
             for one in ("applied", "refused")
         ]
         counts = [
-            dict([(word, 1) for word in words][::way]) for words in (labels.DROP_REASONS, labels.FAULT_COMPONENTS)
+            dict([(word, 1) for word in words][::direction]) for words in (labels.DROP_REASONS, labels.FAULT_COMPONENTS)
         ]
         await service.store(
             rank, rank.started(), rank.sample(1), AgentHealth(step=1, dropped=counts[0], faults=counts[1])
         )
-        for one in [rank.verdict(1, name="w", cause="score growth"), rank.verdict(1), *switches][::way]:
+        for one in [rank.verdict(1, name="w", cause="score growth"), rank.verdict(1), *switches][::direction]:
             await service.store(rank, one)
         await shown(service)
         [(_, series)] = service.app.state.exposer._made.values()
         orders.append([(name, text.partition("}")[0]) for own in (*series.urgent, series.whole) for name, text in own])
 
-    for name in ("as they came", "the other way"):
-        play(story, name)
+    for name in ("in order", "reversed"):
+        run_scenario(scenario, name)
     assert orders[0] == orders[1]
     assert len(orders[0]) > 20
 
 
-def runs_series(found: Shown) -> list[str]:
+def series_of_runs(found: Shown) -> list[str]:
     return [name for name, own in found if "run" in dict(own)]
 
 
@@ -364,13 +366,13 @@ async def test_warning_state_and_step_of_every_run_precede_head_series(service: 
     for name in sorted(names):
         rank = FakeRank(run=name, layers=4, heads=range(6))
         await service.store(rank, rank.started(), rank.sample(7), rank.verdict(7, layer=3, head=5, severity="critical"))
-        each = each or len(runs_series(await shown(service)))
+        each = each or len(series_of_runs(await shown(service)))
     found = await shown(service)
     for metric in ("warning_active", "warning_forecast_steps", "incident_active", "run_active", "run_step", "run_loss"):
         assert runs_of(found, f"foreshock_{metric}") == names, metric
-    assert len(found) <= 1100 + 2  # and what was left out: series, lines of the log
-    assert len(runs_series(found)) + service.app.state.counters.series_dropped == 40 * each
-    assert runs_of(found, "foreshock_layer_risk_ratio")  # what is left is spent on layers
+    assert len(found) <= 1100 + 2  # plus the two counters of dropped series and log lines
+    assert len(series_of_runs(found)) + service.app.state.counters.series_dropped == 40 * each
+    assert runs_of(found, "foreshock_layer_risk_ratio")  # the rest of the limit is used for layers
 
 
 @pytest.mark.promise("S6")
@@ -379,7 +381,7 @@ async def test_free_text_from_agent_never_becomes_a_label(service: Any) -> None:
     await service.store(rank, rank.started(), rank.sample(1))
     before = len(await shown(service))
     for number in range(30):
-        told = [rank.verdict(1, name=f"w-{number}-{i}", signal=f"signal {number} {i}") for i in range(5)]
+        verdicts = [rank.verdict(1, name=f"w-{number}-{i}", signal=f"signal {number} {i}") for i in range(5)]
         switched = Switched(
             id=f"s-{number}",
             step=1,
@@ -389,8 +391,8 @@ async def test_free_text_from_agent_never_becomes_a_label(service: Any) -> None:
             after=(f"mode_{number}",),
             reason="x",
         )
-        lost = AgentHealth(step=1, dropped={f"why-{number}-{i}": 1 for i in range(9)}, faults={f"who-{number}": 1})
-        await service.store(rank, *told, switched, lost)
+        health = AgentHealth(step=1, dropped={f"why-{number}-{i}": 1 for i in range(9)}, faults={f"who-{number}": 1})
+        await service.store(rank, *verdicts, switched, health)
     found = await shown(service)
     assert len(found) - before <= 12
     known = {
@@ -398,25 +400,27 @@ async def test_free_text_from_agent_never_becomes_a_label(service: Any) -> None:
         "reason": labels.DROP_REASONS,
         "component": labels.FAULT_COMPONENTS,
     }
-    for _, own in found:
-        for label, value in own:
+    for _, labels_of_series in found:
+        for label, value in labels_of_series:
             assert value in {*known.get(label, {value}), labels.OTHER}
-    modes = {dict(own)["mode"] for name, own in found if name == "foreshock_switch_outcomes_total"}
+    modes = {
+        dict(labels_of_series)["mode"] for name, labels_of_series in found if name == "foreshock_switch_outcomes_total"
+    }
     assert modes == {labels.OTHER}
 
 
 @pytest.mark.promise("S6")
 async def test_run_labels_are_limited_and_not_exported(service: Any, rank: FakeRank) -> None:
     started = rank.started().model_dump(mode="json")
-    for wrong in ({f"l{i}": "x" for i in range(33)}, {"l": "x" * 257}, {"l l": "x"}, {"<b>": "x"}, {"l": 1}):
+    for invalid in ({f"l{i}": "x" for i in range(33)}, {"l": "x" * 257}, {"l l": "x"}, {"<b>": "x"}, {"l": 1}):
         body = {"wire": 1, "run": "run-1", "rank": 0, "boot": "b1", "sequence": 1}
-        answer = await service.client.post("/v1/batches", json={**body, "events": [{**started, "labels": wrong}]})
-        assert answer.status_code == 422, wrong
+        response = await service.client.post("/v1/batches", json={**body, "events": [{**started, "labels": invalid}]})
+        assert response.status_code == 422, invalid
     series = []
     for number in range(2):
         own = FakeRank(run=f"run-{number}")
-        bomb = {f"label{number}-{i}": f"<script>{number}-{i}</script>" + "x" * 200 for i in range(32 * number)}
-        await service.store(own, own.started().model_copy(update={"labels": bomb}), own.sample(1))
+        long_labels = {f"label{number}-{i}": f"<script>{number}-{i}</script>" + "x" * 200 for i in range(32 * number)}
+        await service.store(own, own.started().model_copy(update={"labels": long_labels}), own.sample(1))
         text = (await service.client.get("/metrics")).text
         assert "script" not in text
         assert "label1-" not in text
@@ -429,7 +433,7 @@ BY_RISK = ("head.risk", "head.row_max_abs")
 
 
 def reading(run: str, layers: int, heads: int, random: np.random.Generator) -> Reading:
-    """Some heads of which were not counted, with risks that are equal, missing and infinite."""
+    """A random reading: some heads without rows, and risks that are equal, missing or infinite."""
     rank = FakeRank(run=run, layers=layers, heads=range(heads))
     count = rank.count
     axis = Axis(tuple((layer, head) for layer in range(layers) for head in range(heads)), {"t": np.arange(count)})
@@ -445,19 +449,19 @@ def reading(run: str, layers: int, heads: int, random: np.random.Generator) -> R
 
 
 def tables_of(reading: Reading, worst: int) -> tuple[set[Line], list[Line]]:
-    """One run's layers and worst heads, one by one."""
+    """Reference implementation: the lines of the layers and of the worst heads of a run."""
     run, axis, own = reading
     values = {metric.key: own.head_values(metric)[-1].tolist() for metric in HEAD_METRICS}
     layers = set()
     for metric in HEAD_METRICS:
-        of, bad = values[metric.key], metric.badness(np.array(values[metric.key])).tolist()
+        of, badness = values[metric.key], metric.badness(np.array(values[metric.key])).tolist()
         for layer in axis.layers:
             there = [i for i, ref in enumerate(axis.heads) if ref[0] == layer and not math.isnan(of[i])]
             if there:
-                layers.add(line(metric.layer_name, (run, str(layer)), of[max(there, key=bad.__getitem__)]))
+                layers.add(line(metric.layer_name, (run, str(layer)), of[max(there, key=badness.__getitem__)]))
     ranked = [[-1.0 if math.isnan(x) else x for x in values[key]] for key in ("head.risk", "head.row_max_abs")]
-    told = [i for i in range(len(axis.heads)) if any(not math.isnan(values[k][i]) for k in BY_RISK)]
-    first = sorted(told, key=lambda i: (-ranked[0][i], -ranked[1][i], i))[:worst]
+    counted = [i for i in range(len(axis.heads)) if any(not math.isnan(values[k][i]) for k in BY_RISK)]
+    first = sorted(counted, key=lambda i: (-ranked[0][i], -ranked[1][i], i))[:worst]
     where = [(run, *map(str, axis.heads[i])) for i in first]
     every = [(m.name, place, values[m.key][i]) for i, place in zip(first, where, strict=True) for m in HEAD_METRICS]
     return layers, [line(*entry) for entry in every if not math.isnan(entry[2])]

@@ -1,11 +1,11 @@
-"""One voice for a run: the service gathers what every rank warns about; and what a failed run resumes from."""
+"""Incidents of a run, made from the warnings of all ranks, and the plan to resume a failed run."""
 
 import re
 from typing import Any
 
 import pytest
 from tests.server.orders import ORDER, local, start
-from tests.server.test_notifier import Out, notifier_of
+from tests.server.test_notifier import FakeOutgoing, notifier_of
 from tests.server.test_webhooks import alert, delivery
 
 from foreshock.contract.modes import parse_mode
@@ -25,12 +25,12 @@ async def test_event_log_repeats_incident_only_when_worse_or_much_larger(service
     rank = FakeRank(layers=12, heads=HEADS)
     await service.store(rank, rank.started(policy="observe"), rank.sample(10))
     for layer in range(12):
-        told = [rank.verdict(20 + layer, layer=layer, head=h, name=f"l{layer}h{h}") for h in HEADS]
-        await service.store(rank, *told)
+        verdicts = [rank.verdict(20 + layer, layer=layer, head=h, name=f"l{layer}h{h}") for h in HEADS]
+        await service.store(rank, *verdicts)
     await service.store(rank, rank.verdict(40, layer=3, head=3, name="l3h3", state="updated", severity="critical"))
     await service.store(rank, rank.verdict(41, layer=3, head=3, name="l3h3", state="updated", severity="critical"))
-    said = (await service.get(f"{RUN}/events", kind="incident"))["events"]
-    log = [(e["incident"]["standing"], e["incident"]["severity"]) for e in reversed(said)]
+    logged = (await service.get(f"{RUN}/events", kind="incident"))["events"]
+    log = [(e["incident"]["standing"], e["incident"]["severity"]) for e in reversed(logged)]
     assert log == [(12, "warning"), (108, "warning"), (144, "critical")]
     every = (await service.get(f"{RUN}/events", limit=500))["events"]
     assert {event["kind"] for event in every} == {"started", "verdict", "incident"}
@@ -43,10 +43,10 @@ async def test_event_log_repeats_incident_only_when_worse_or_much_larger(service
 async def test_incident_is_acknowledged_switched_and_closed(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(policy="observe"), rank.sample(5), rank.verdict(5))
     assert [i["state"] for i in await incidents(service)] == ["open"]
-    care = {"who": "ann", "reason": "on it", "incident": "rounding"}
-    answer = await service.client.post(f"{RUN}/acknowledge", json=care)
-    assert answer.status_code == 200, answer.text
-    assert (answer.json()["state"], answer.json()["acknowledged"]["reason"]) == ("acknowledged", "on it")
+    acknowledgement = {"who": "ann", "reason": "on it", "incident": "rounding"}
+    response = await service.client.post(f"{RUN}/acknowledge", json=acknowledgement)
+    assert response.status_code == 200, response.text
+    assert (response.json()["state"], response.json()["acknowledged"]["reason"]) == ("acknowledged", "on it")
     order = {"who": "ann", "reason": "drift", "heads": [[0, 2]], "mode": "row_corrected"}
     await service.client.post(f"{RUN}/commands", json=order)
     [command] = (await service.store(rank, rank.sample(6))).commands
@@ -60,8 +60,8 @@ async def test_incident_is_acknowledged_switched_and_closed(service: Any, rank: 
     [incident] = await incidents(service)
     assert (incident["state"], incident["closed_step"]) == ("closed", 9)
     assert (await service.get(RUN))["incidents"] == []
-    said = (await service.get(f"{RUN}/events", kind=["incident", "acknowledged"]))["events"]
-    assert [e["incident"]["state"] if e["incident"] else e["kind"] for e in reversed(said)] == [
+    logged = (await service.get(f"{RUN}/events", kind=["incident", "acknowledged"]))["events"]
+    assert [e["incident"]["state"] if e["incident"] else e["kind"] for e in reversed(logged)] == [
         "open",
         "acknowledged",
         "acknowledged",
@@ -69,9 +69,9 @@ async def test_incident_is_acknowledged_switched_and_closed(service: Any, rank: 
         "closed",
     ]
     assert any(row["action"] == "acknowledged" for row in (await service.get("/v1/audit"))["rows"])
-    again = await service.client.post(f"{RUN}/acknowledge", json=care)
+    again = await service.client.post(f"{RUN}/acknowledge", json=acknowledgement)
     assert again.status_code == 409
-    unknown = await service.client.post(f"{RUN}/acknowledge", json=care | {"incident": "other"})
+    unknown = await service.client.post(f"{RUN}/acknowledge", json=acknowledgement | {"incident": "other"})
     assert unknown.status_code == 404
 
 
@@ -90,9 +90,9 @@ async def test_warning_of_rank_dropped_by_resume_is_in_no_incident(service: Any)
 async def test_metrics_have_one_series_per_run_and_cause(service: Any) -> None:
     rank = FakeRank(layers=3, heads=HEADS)
     await service.store(rank, rank.started(policy="approve"), rank.sample(10))
-    told = [rank.verdict(20, layer=layer, head=h, name=f"l{layer}h{h}") for layer in range(3) for h in HEADS]
+    verdicts = [rank.verdict(20, layer=layer, head=h, name=f"l{layer}h{h}") for layer in range(3) for h in HEADS]
     nan = rank.verdict(20, name="run-20", cause="other", signal="nonfinite", severity="critical", forecast_steps=None)
-    await service.store(rank, *told, nan.model_copy(update={"layer": None, "head": None}), rank.sample(21))
+    await service.store(rank, *verdicts, nan.model_copy(update={"layer": None, "head": None}), rank.sample(21))
     lines = [x for x in (await service.client.get("/metrics")).text.splitlines() if x.startswith("foreshock_inc")]
     words = [lines.pop(at) for at in reversed(range(len(lines))) if "_words{" in lines[at]]
     labels = 'act="{}",cause="{}",run="run-1",severity="{}",state="open"'
@@ -110,7 +110,7 @@ async def test_metrics_have_one_series_per_run_and_cause(service: Any) -> None:
     assert len(words) == 2
     [rounding] = [line for line in words if 'cause="rounding"' in line]
     assert 'heads="36 heads of layers 0 to 2"' in rounding
-    assert "Type: foreshock switch run-1 --mode exact_delta" in rounding  # no proposal waits yet
+    assert "Type: foreshock switch run-1 --mode exact_delta" in rounding  # there is no proposal yet
 
 
 async def test_later_sample_overrides_mode_of_earlier_switch(service: Any, rank: FakeRank) -> None:
@@ -125,15 +125,15 @@ async def test_milder_incident_is_not_logged_again(service: Any, rank: FakeRank)
     await service.store(rank, rank.started(policy="observe"), rank.sample(5), rank.verdict(5, severity="critical"))
     await service.store(rank, rank.verdict(6, state="updated", severity="warning"))
     assert [one["severity"] for one in await incidents(service)] == ["warning"]
-    said = (await service.get(f"{RUN}/events", kind="incident"))["events"]
-    assert [event["incident"]["severity"] for event in said] == ["critical"]
+    logged = (await service.get(f"{RUN}/events", kind="incident"))["events"]
+    assert [event["incident"]["severity"] for event in logged] == ["critical"]
 
 
 async def test_mitigation_reverted_by_training_may_be_ordered_again(service: Any, rank: FakeRank) -> None:
-    """Unlike one that a person took away by an order."""
+    """A mitigation that a person reverted must not be ordered again; see test_decision_effects.py."""
     await service.store(rank, rank.started(policy="auto"), rank.sample(5), rank.verdict(5))
-    back = local("applied", "local-2", 6, after="plain", verdict=None)
-    await service.store(rank, back.model_copy(update={"before": ("exact_delta",)}))
+    reverted = local("applied", "local-2", 6, after="plain", verdict=None)
+    await service.store(rank, reverted.model_copy(update={"before": ("exact_delta",)}))
     assert await alert(service, delivery()) == "ordered"
 
 
@@ -153,7 +153,7 @@ async def log_of(service: Any) -> list[tuple[str, str]]:
 async def test_corrected_cause_keeps_one_incident_that_later_growth_joins(
     service: Any,
 ) -> None:
-    out, rank = Out(), FakeRank(heads=(0, 1, 2))
+    out, rank = FakeOutgoing(), FakeRank(heads=(0, 1, 2))
     notifier = await notifier_of(service, out)
     await service.store(rank, rank.started(policy="observe"), rank.sample(5), growth(rank, 5))
     await notifier.turn()
@@ -168,7 +168,7 @@ async def test_corrected_cause_keeps_one_incident_that_later_growth_joins(
     detail = await service.get(RUN)
     assert [one["corrected_from"] for one in detail["incidents"]] == ["score growth"]
     assert detail["warnings"][0]["corrected_step"] == 9
-    first, second = out.said
+    first, second = out.sent
     assert ("Corrected" in first, "To do: Lower the learning rate" in first) == (False, True)
     assert "Corrected: until step 9 this was reported as score growth." in second
     assert "To do: Switch every head" in second
@@ -231,5 +231,5 @@ async def test_incident_is_switched_once_when_ranks_switch_at_different_steps(se
     await service.store(ranks[1], ranks[1].sample(110), ranks[1].answer(orders[1], 112))
     for rank in ranks:
         await service.store(rank, rank.sample(120, mode=switched))
-    told = (await service.get(f"{RUN}/events", kind="incident"))["events"]
-    assert [event["incident"]["state"] for event in reversed(told)] == ["open", "switched"]
+    logged = (await service.get(f"{RUN}/events", kind="incident"))["events"]
+    assert [event["incident"]["state"] for event in reversed(logged)] == ["open", "switched"]

@@ -1,4 +1,4 @@
-"""Samples come back from the store as they were sent, and ranks merge as the contract says."""
+"""Storing and reading samples without loss, and merging the samples of ranks."""
 
 import math
 import tracemalloc
@@ -35,7 +35,7 @@ SENT = ("states", "modes", "query_norm", "risk")
 
 
 def arrays(bits: int, count: int, dtype: type, shape: tuple[int, ...]) -> st.SearchStrategy[Array]:
-    """Every pattern of bits is a number of some kind: NaN with a payload, -0.0, the least and the largest."""
+    """Arrays of arbitrary bit patterns, including NaN payloads, -0.0 and extreme values."""
     numbers = st.lists(st.integers(0, 2**bits - 1), min_size=count, max_size=count)
     return numbers.map(lambda own: Array.of(np.array(own, f"u{bits // 8}").view(dtype).reshape(shape)))
 
@@ -57,26 +57,28 @@ samples = st.builds(
 @given(sample=samples, cut=st.integers(0, 2**16))
 def test_sample_round_trips_exactly_and_truncated_blob_yields_no_wrong_data(sample: Sample, cut: int) -> None:
     row = pack_sample(sample)
-    assert not any(isinstance(value, float) and math.isnan(value) for value in row.values()), "no NaN in a column"
+    assert not any(isinstance(value, float) and math.isnan(value) for value in row.values()), (
+        "NaN must not be stored in a column"
+    )
     sent = {name: array.raw for name in SENT if (array := getattr(sample, name)) is not None}
     found = unpack_arrays(row["arrays"])
     assert {name: array.tobytes() for name, array in found.items()} == sent
     assert set(unpack_arrays(row["arrays"], frozenset({"modes", "risk"}))) == {"modes", "risk"} & sent.keys()
     for name, value in unpack_scalars(SimpleNamespace(**row)).items():
-        given_ = getattr(sample, name)
-        assert value == given_ or (given_ is not None and math.isnan(given_) and math.isnan(value or 0.0))
-    whole = row["arrays"] or b""
-    torn = SimpleNamespace(id=1, arrays=whole[: cut % (len(whole) + 1)])
-    for name, array in head_arrays(torn, HEADS).items():
+        expected = getattr(sample, name)
+        assert value == expected or (expected is not None and math.isnan(expected) and math.isnan(value or 0.0))
+    blob = row["arrays"] or b""
+    truncated = SimpleNamespace(id=1, arrays=blob[: cut % (len(blob) + 1)])
+    for name, array in head_arrays(truncated, HEADS).items():
         assert array.tobytes() == sent[name]
 
 
-one_ranks_numbers = st.fixed_dictionaries(
+rank_scalars = st.fixed_dictionaries(
     {name: st.none() | st.floats(min_value=-1e6, max_value=1e6) | st.just(math.nan) for name in SCALARS}
 )
 
 
-@given(parts=st.lists(one_ranks_numbers, min_size=1, max_size=6))
+@given(parts=st.lists(rank_scalars, min_size=1, max_size=6))
 def test_run_scalar_is_mean_or_extreme_of_reporting_ranks(
     parts: list[dict[str, float | None]],
 ) -> None:
@@ -85,10 +87,10 @@ def test_run_scalar_is_mean_or_extreme_of_reporting_ranks(
         sent = [value for part in parts if (value := part[name]) is not None]
         found = merged[name]
         if not sent:
-            assert found is None, "what no rank sent has no value"
+            assert found is None, "expected no value without a report"
         elif any(map(math.isnan, sent)):
             assert found is not None
-            assert math.isnan(found), "one rank's NaN is not averaged away"
+            assert math.isnan(found), "the NaN of one rank must not be averaged away"
         elif RULES.get(name) == "mean":
             assert found == pytest.approx(math.fsum(sent) / len(sent), abs=1e-6)
         else:
@@ -115,7 +117,7 @@ async def test_ranks_merge_as_the_contract_says_and_missing_heads_are_not_zero(s
     await service.store(second, second.sample(20))
     await service.store(other, other.sample(10), other.sample(20))
     await service.store(first, first.sample(30))
-    assert (await service.get("/v1/runs/run-1"))["last_step"] == 20, "the newest reading waits for ranks that lag"
+    assert (await service.get("/v1/runs/run-1"))["last_step"] == 20, "the newest step must wait for slow ranks"
 
 
 async def test_nonfinite_loss_is_stored_and_shown(service: Any, rank: FakeRank) -> None:

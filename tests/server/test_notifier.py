@@ -1,4 +1,4 @@
-"""People are told of incidents, once each, together where they come together, and in few words however much fails."""
+"""Notifications about incidents: once each, grouped if they occur together, and of limited length."""
 
 import json
 import re
@@ -24,18 +24,18 @@ from foreshock.server.store.schema import runs, service_state
 from foreshock.server.testing import FakeRank
 
 
-class Out:
-    """Keeps what would be sent."""
+class FakeOutgoing:
+    """Records messages instead of sending them."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.sent: list[str] = []
 
     async def post(self, _url: str, body: bytes) -> int:
-        self.said.append(json.loads(body)["message"])
+        self.sent.append(json.loads(body)["message"])
         return 200
 
 
-async def notifier_of(service: Any, out: Out, gather: float = 0.0) -> Notifier:
+async def notifier_of(service: Any, out: FakeOutgoing, gather: float = 0.0) -> Notifier:
     url = SecretStr("https://hooks.example.org/x")
     settings = settings_with(
         Settings,
@@ -51,48 +51,48 @@ async def notifier_of(service: Any, out: Out, gather: float = 0.0) -> Notifier:
 
 
 async def test_incident_changes_are_sent_once_each_but_growth_in_heads_is_not(service: Any) -> None:
-    out, rank = Out(), FakeRank(layers=12, heads=tuple(range(12)))
+    out, rank = FakeOutgoing(), FakeRank(layers=12, heads=tuple(range(12)))
     notifier = await notifier_of(service, out)
     await service.store(rank, rank.started(policy="observe"), rank.sample(1), rank.verdict(1, name="first"))
     await notifier.turn()
     for layer in range(12):
-        flood = [rank.verdict(20 + layer, layer=layer, head=h, name=f"l{layer}h{h}") for h in range(12)]
-        await service.store(rank, *flood)
+        verdicts = [rank.verdict(20 + layer, layer=layer, head=h, name=f"l{layer}h{h}") for h in range(12)]
+        await service.store(rank, *verdicts)
     await notifier.turn()
-    assert len(out.said) == 1
+    assert len(out.sent) == 1
     await service.store(rank, rank.verdict(90, name="first", state="updated", severity="critical"))
     await notifier.turn()
-    care = {"who": "ann", "reason": "on it", "incident": "rounding"}
-    await service.client.post("/v1/runs/run-1/acknowledge", json=care)
+    acknowledgement = {"who": "ann", "reason": "on it", "incident": "rounding"}
+    await service.client.post("/v1/runs/run-1/acknowledge", json=acknowledgement)
     await notifier.turn()
     await notifier.turn()
-    assert [said.split(":")[0] for said in out.said] == ["Warning", "Critical", "Critical, acknowledged"]
+    assert [message.split(":")[0] for message in out.sent] == ["Warning", "Critical", "Critical, acknowledged"]
     start = "Critical: Run run-1: Rounding makes attention scores drift in 144 heads of layers 0 to 11"
-    assert (out.said[1].startswith(start), len(out.said[1]) < LONGEST) == (True, True)
-    assert "To do: Switch every head to exact_delta." in out.said[1]
-    assert out.said[1].endswith("https://foreshock.example.org/?runs=run-1&head=0.2&metric=head.score_offset")
+    assert (out.sent[1].startswith(start), len(out.sent[1]) < LONGEST) == (True, True)
+    assert "To do: Switch every head to exact_delta." in out.sent[1]
+    assert out.sent[1].endswith("https://foreshock.example.org/?runs=run-1&head=0.2&metric=head.score_offset")
 
 
 async def test_notification_waits_for_the_gather_time(service: Any) -> None:
-    out, rank = Out(), FakeRank()
+    out, rank = FakeOutgoing(), FakeRank()
     notifier = await notifier_of(service, out, gather=60.0)
     await service.store(rank, rank.started(), rank.verdict(5))
     await notifier.turn()
-    assert out.said == []
-    type(notifier.settings).notify_gather_seconds = 0.0  # a kind of its own
+    assert out.sent == []
+    type(notifier.settings).notify_gather_seconds = 0.0  # settings_with made a separate class
     await notifier.turn()
-    assert len(out.said) == 1
+    assert len(out.sent) == 1
 
 
 async def test_many_silent_runs_are_reported_once_in_one_message(service: Any) -> None:
-    out, now = Out(), time.time()
+    out, now = FakeOutgoing(), time.time()
     notifier = await notifier_of(service, out, gather=5.0)
     for number in range(200):
         rank = FakeRank(run=f"fleet/run-{number:03}", layers=1, heads=(0,))
         ended = [Finished(step=2, unix_seconds=1.0, status="completed")] if number >= 190 else []
         await service.store(rank, rank.started(), *ended)
     with service.app.state.store.writer.engine.begin() as connection:
-        for number in range(200):  # their last heartbeats lie within ten seconds
+        for number in range(200):  # all last heartbeats are within ten seconds
             heard = now - SILENT_SECONDS - 40 + number % 10
             own = runs.c.name == f"fleet/run-{number:03}"
             connection.execute(update(runs).where(own).values(last_seen=heard))
@@ -100,7 +100,7 @@ async def test_many_silent_runs_are_reported_once_in_one_message(service: Any) -
         connection.execute(update(service_state).where(own).values(value=now - SILENT_SECONDS - 60))
     for _ in range(3):
         await notifier.turn()
-    [message] = out.said
+    [message] = out.sent
     assert message.startswith("Warning: 190 runs have sent nothing for 5 minutes: fleet/run-000, ")
     assert "and 184 more" in message
     assert len(message) < LONGEST
@@ -109,10 +109,10 @@ async def test_many_silent_runs_are_reported_once_in_one_message(service: Any) -
 async def test_silent_run_is_reported_after_forward_clock_jump_is_corrected(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a machine that starts with a wrong clock: until that day came, no run was silent, and nobody was told."""
-    right, ahead = time.time, [86_400.0]
-    monkeypatch.setattr(time, "time", lambda: right() + ahead[0])
-    out, rank = Out(), FakeRank(run="clocked", layers=1, heads=(0,))
+    """A machine may boot with a wrong clock; times stored then must not hide silent runs for a day."""
+    correct_time, ahead = time.time, [86_400.0]
+    monkeypatch.setattr(time, "time", lambda: correct_time() + ahead[0])
+    out, rank = FakeOutgoing(), FakeRank(run="clocked", layers=1, heads=(0,))
     notifier = await notifier_of(service, out)
     await service.store(rank, rank.started(), rank.sample(1))
     ahead[0] += 1.0
@@ -120,14 +120,14 @@ async def test_silent_run_is_reported_after_forward_clock_jump_is_corrected(
     await service.store(rank, rank.verdict(1, head=0))
     ahead[0] = 0.0
     await notifier.turn()
-    assert "clocked" in out.said.pop()
+    assert "clocked" in out.sent.pop()
     await service.store(rank, rank.sample(2))
     assert (await service.get("/v1/runs/clocked"))["last_seen_unix_seconds"] <= time.time()
     await notifier.turn()
     ahead[0] = SILENT_SECONDS + 60.0
     await notifier.turn()
     assert (await service.get("/v1/runs/clocked"))["condition"] == "silent"
-    [message] = out.said
+    [message] = out.sent
     assert "clocked has sent nothing" in message
 
 
@@ -142,7 +142,7 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
-def of_run(run: str, found: Any, **more: Any) -> str:
+def message_for(run: str, found: Any, **more: Any) -> str:
     [(_, message)] = messages_of({run: found}, {}, PAGE, **more)
     return message
 
@@ -152,7 +152,7 @@ def of_run(run: str, found: Any, **more: Any) -> str:
 )
 def test_message_is_complete_and_ends_with_link(cause: Any, policy: Any, state: str, heads: int) -> None:
     for ended in ([], ["gpt2-small/7"]):
-        message = of_run("gpt2-small/7", [example(cause, policy, heads, **STATES[state])], ended=ended)
+        message = message_for("gpt2-small/7", [example(cause, policy, heads, **STATES[state])], ended=ended)
         assert 0 < len(message) <= LONGEST
         assert not re.search(r"None|nan\b|  |\{|<built|object at", message)
         assert message.splitlines()[-1].startswith(f"Evidence and switch: {PAGE}?runs=gpt2-small%2F7")
@@ -168,12 +168,12 @@ def test_message_about_nonfinite_run_names_the_whole_run() -> None:
 def test_message_under_observe_gives_switch_command_unless_run_has_ended() -> None:
     found = [example("rounding", "observe", 1)]
     command = "foreshock switch 'team/run 1' --mode row_corrected --reason \"rounding\""
-    assert f"To do: Switch every head to row_corrected. Type: {command}" in of_run("team/run 1", found)
+    assert f"To do: Switch every head to row_corrected. Type: {command}" in message_for("team/run 1", found)
     heads, _, _, to_do = words_of("team/run 1", found[0])
     assert (heads, to_do.endswith(command)) == ("layer 4 head 2", True)
     for policy in ("approve", "auto"):
         assert "Type:" not in words_of("a", example("rounding", policy, 1))[3]
-    ended = of_run("a", found, ended=["a"])
+    ended = message_for("a", found, ended=["a"])
     assert ("The run has ended." in ended, "Type:" in ended) == (True, False)
 
 
@@ -183,15 +183,17 @@ def test_message_about_one_silent_run_links_to_that_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("raised", "said", "steps"), [(300, 300, ""), (9000, 9400, "&steps=8000-"), (9000, 12_000, "&steps=3000-")]
+    ("raised", "updated", "steps"), [(300, 300, ""), (9000, 9400, "&steps=8000-"), (9000, 12_000, "&steps=3000-")]
 )
-def test_message_link_selects_first_head_metric_and_steps_before_incident(raised: int, said: int, steps: str) -> None:
+def test_message_link_selects_first_head_metric_and_steps_before_incident(
+    raised: int, updated: int, steps: str
+) -> None:
     def verdict(head: int, left: float) -> Verdict:
         fields: Any = {"cause": "score growth", "signal": "score", "sentence": "grows", "forecast_steps": left}
-        return Verdict(id=f"w{head}", step=said, state="raised", severity="warning", layer=4, head=head, **fields)
+        return Verdict(id=f"w{head}", step=updated, state="raised", severity="warning", layer=4, head=head, **fields)
 
     warned = [Warned(0, raised, verdict(2, 900.0)), Warned(0, raised, verdict(6, 700.0))]
-    message = of_run("team/run 1", incidents(warned, RunContext("row_corrected", policy="observe")))
+    message = message_for("team/run 1", incidents(warned, RunContext("row_corrected", policy="observe")))
     address = f"{PAGE}?runs=team%2Frun%201&head=4.6&metric=head.score_max"
     assert message.splitlines()[-1] == f"Evidence and switch: {address}{steps}"
 
@@ -206,7 +208,7 @@ def test_message_never_exceeds_length_limit_and_keeps_its_link(
 ) -> None:
     found = [example(cause, "approve", 45) for cause in causes]
     page = "https://foreshock.example.org/" + "p" * 400
-    told = messages_of(dict.fromkeys(names, found), dict.fromkeys(names, words), page)
-    for _, message in [*told, ("", silent(names, 5, page))]:
+    messages = messages_of(dict.fromkeys(names, found), dict.fromkeys(names, words), page)
+    for _, message in [*messages, ("", silent(names, 5, page))]:
         assert len(message) < LONGEST
         assert page in message.splitlines()[-1]

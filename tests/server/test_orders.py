@@ -1,4 +1,4 @@
-"""Orders of people: made once, carried to each rank that holds a head, answered, and ended in a clear state."""
+"""Orders of people: created once, delivered to each affected rank, answered, and closed in a definite state."""
 
 import time
 from types import SimpleNamespace
@@ -18,22 +18,22 @@ from foreshock.server.testing import FakeRank
 from foreshock.server.verification import verify
 
 pytestmark = pytest.mark.promise("S11")
-WHO = {"who": "bob", "reason": "the wrong run"}
+BY_BOB = {"who": "bob", "reason": "the wrong run"}
 RUN = "/v1/runs/run-1"
 
 
 async def act(service: Any, command: str, word: str) -> Any:
-    return await service.client.post(f"/v1/commands/{command}/{word}", json=WHO)
+    return await service.client.post(f"/v1/commands/{command}/{word}", json=BY_BOB)
 
 
-async def deeds(service: Any, command: str) -> list[tuple[str, str]]:
+async def audit_of(service: Any, command: str) -> list[tuple[str, str]]:
     """(actor, state or outcome) of every row of the audit trail about the command, oldest first."""
     rows = (await service.get("/v1/audit", limit=500))["rows"]
     own = [row for row in reversed(rows) if row["command"] == command]
     return [(row["actor"], row["details"].get("state") or row["details"]["outcome"]) for row in own]
 
 
-async def newest(service: Any) -> str:
+async def newest_sentence(service: Any) -> str:
     event: str = (await service.get(f"{RUN}/events", kind="command"))["events"][0]["sentence"]
     return event
 
@@ -43,7 +43,7 @@ async def end(service: Any, *ranks: FakeRank, status: Any = "completed") -> None
         await service.store(rank, Finished(step=30, unix_seconds=30.0, status=status))
 
 
-# ---- made ------------------------------------------------------------------------------------------------------------
+# ---- created --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ async def test_agent_proposal_waits_for_one_decision(service: Any, approved: boo
     assert (await act(service, proposal["id"], word)).status_code == 409
 
 
-# ---- carried out -----------------------------------------------------------------------------------------------------
+# ---- delivered ------------------------------------------------------------------------------------------------------
 
 
 async def test_order_is_delivered_until_every_affected_rank_answers_and_is_audited(
@@ -124,7 +124,7 @@ async def test_order_is_delivered_until_every_affected_rank_answers_and_is_audit
         (0, "applied", 12, 2),
         (1, "applied", 14, 1),
     ]
-    assert await deeds(service, sent.id) == [
+    assert await audit_of(service, sent.id) == [
         ("ann (local)", "pending"),
         ("service", "delivered"),
         ("rank 0", "applied"),
@@ -157,43 +157,48 @@ async def test_order_state_follows_outcomes_of_ranks(service: Any, outcomes: Any
 async def test_orders_larger_than_one_acknowledgement_are_sent_in_sequence(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers, most = 2, 8000
-    monkeypatch.setattr(commands, "_ACK_BYTES", commands._ACK_BYTES - MAX_ACK_BYTES + most)
+    layers, limit = 2, 8000
+    monkeypatch.setattr(commands, "_ACK_BYTES", commands._ACK_BYTES - MAX_ACK_BYTES + limit)
     rank = FakeRank(layers=layers, heads=range(100))
     await start(service, rank)
     heads = [[layer, head] for layer in range(layers) for head in range(100)]
-    wanted = [(await order(service, heads=heads, reason="é" * 400)).json()["id"] for _ in range(10)]
-    obeyed: list[str] = []
+    ordered = [(await order(service, heads=heads, reason="é" * 400)).json()["id"] for _ in range(10)]
+    delivered: list[str] = []
     for step in range(20):
         answer = await service.post(rank.batch(rank.sample(step + 10)))
-        assert len(answer.content) <= most
+        assert len(answer.content) <= limit
         orders = Ack.model_validate_json(answer.content).commands
         for sent in orders:
             await service.store(rank, rank.answer(sent, step + 10))
-        obeyed += [sent.id for sent in orders]
+        delivered += [sent.id for sent in orders]
         if not orders:
             break
-    assert obeyed == wanted
+    assert delivered == ordered
 
 
 async def test_order_reaches_undescribed_rank_but_not_ended_or_replaced_process(
     service: Any,
 ) -> None:
-    old, new, gone, unknown = FakeRank(boot="b1"), FakeRank(boot="b2"), FakeRank(rank=1), FakeRank(rank=2)
-    await start(service, old, new, gone)
-    await service.store(unknown, unknown.sample(1))
-    await end(service, gone)
+    replaced, successor, ended, undescribed = (
+        FakeRank(boot="b1"),
+        FakeRank(boot="b2"),
+        FakeRank(rank=1),
+        FakeRank(rank=2),
+    )
+    await start(service, replaced, successor, ended)
+    await service.store(undescribed, undescribed.sample(1))
+    await end(service, ended)
     await order(service)
-    assert (await service.store(old, old.sample(3))).commands == ()
-    assert (await service.store(gone, gone.sample(3))).commands == ()
-    for rank in (new, unknown):
+    assert (await service.store(replaced, replaced.sample(3))).commands == ()
+    assert (await service.store(ended, ended.sample(3))).commands == ()
+    for rank in (successor, undescribed):
         [command] = (await service.store(rank, rank.sample(3))).commands
         await service.store(rank, rank.answer(command, 4))
     assert await state_of(service, command.id) == "applied"
 
 
 async def test_late_answer_of_dead_process_does_not_close_order_of_successor(service: Any) -> None:
-    """It applied the order and was killed, its answer in its spool; the successor resumed from before the switch."""
+    """The process was killed with its answer in the spool; its successor resumed from before the switch."""
     dead, living = FakeRank(boot="b2"), FakeRank(boot="b1")
     await service.store(dead, dead.started(), dead.sample(1), age=100)
     command = (await order(service)).json()["id"]
@@ -201,7 +206,7 @@ async def test_late_answer_of_dead_process_does_not_close_order_of_successor(ser
     await service.store(living, living.started(), age=1)
     await service.store(dead, dead.answer(sent, 3), age=102, replayed=True)
     assert await state_of(service, command) == "delivered"
-    assert ("rank 0, a former process", "applied") in await deeds(service, command)
+    assert ("rank 0, a former process", "applied") in await audit_of(service, command)
     [again] = (await service.store(living, living.sample(1), age=2)).commands
     assert again == sent
     await service.store(living, living.answer(again, 2), age=3)
@@ -214,11 +219,11 @@ async def test_order_of_other_kind_is_delivered_answered_shown_and_cancelled(
 ) -> None:
     ranks = FakeRank(), FakeRank(rank=1)
     await start(service, *ranks)
-    wish = {"heads": None, "mode": None, "action": "save"}
-    assert (await order(service, **wish)).status_code == 422, "no such kind"
+    save = {"heads": None, "mode": None, "action": "save"}
+    assert (await order(service, **save)).status_code == 422, "unknown kind of order"
     monkeypatch.setitem(KINDS, "save", "save a checkpoint")
-    assert (await order(service, **{**wish, "mode": "plain"})).status_code == 422, "a mode is of a switch"
-    made = (await order(service, "k1", **wish)).json()
+    assert (await order(service, **{**save, "mode": "plain"})).status_code == 422, "only a switch has a mode"
+    made = (await order(service, "k1", **save)).json()
     assert (made["action"], made["what"], made["state"]) == ("save", "save a checkpoint", "pending")
     for rank in ranks:
         [sent] = (await service.store(rank, rank.sample(1))).commands
@@ -229,14 +234,14 @@ async def test_order_of_other_kind_is_delivered_answered_shown_and_cancelled(
         await service.store(rank, done, rank.verdict(3))
     known = await service.get(f"/v1/commands/{made['id']}")
     assert (known["state"], [answer["reason"] for answer in known["ranks"]]) == ("applied", ["saved", "saved"])
-    assert await newest(service) == "Command to save a checkpoint is applied at step 2."
+    assert await newest_sentence(service) == "Command to save a checkpoint is applied at step 2."
     assert (await act(service, made["id"], "undo")).status_code == 409
     [incident] = (await service.get(f"{RUN}/incidents"))["incidents"]
     assert (incident["order"], incident["switched"]) == (None, 0)
-    stopped = (await order(service, **wish)).json()["id"]
+    stopped = (await order(service, **save)).json()["id"]
     await service.store(ranks[0], local("proposed"))
     assert [one["state"] for one in await commands_of(service)] == ["proposed", "delivered", "applied"], (
-        "in no switch's way"
+        "an order of another kind must not block a proposal"
     )
     assert (await act(service, stopped, "cancel")).json()["state"] == "cancelled"
     await verify(service.app.state.store, service.app.state.settings)
@@ -253,7 +258,7 @@ async def test_answer_from_rank_of_other_run_is_ignored(service: Any) -> None:
     assert (known["state"], [answer["outcome"] for answer in known["ranks"]]) == ("delivered", [None])
 
 
-# ---- stopped and expired ---------------------------------------------------------------------------------------------
+# ---- cancelled and expired ------------------------------------------------------------------------------------------
 
 
 async def test_cancelled_order_is_not_delivered_further_and_can_be_undone(service: Any) -> None:
@@ -265,13 +270,13 @@ async def test_cancelled_order_is_not_delivered_further_and_can_be_undone(servic
     await service.store(quick, quick.answer(sent, 2))
     answer = await act(service, command, "cancel")
     assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
-    assert (await deeds(service, command))[-1] == ("bob (local)", "cancelled")
-    assert "is cancelled (bob (local))" in await newest(service)
+    assert (await audit_of(service, command))[-1] == ("bob (local)", "cancelled")
+    assert "is cancelled (bob (local))" in await newest_sentence(service)
     again = await act(service, command, "cancel")
     assert (again.status_code, again.json()["title"]) == (409, "Conflict")
     assert "is cancelled, so you cannot cancel it; you can undo it." in again.json()["detail"]
     assert (await service.store(late, late.sample(1))).commands == ()
-    await service.store(slow, slow.answer(sent, 3))  # it was under way
+    await service.store(slow, slow.answer(sent, 3))  # delivered before the cancellation
     known = await service.get(f"/v1/commands/{command}")
     assert known["state"] == "cancelled"
     assert [(a["rank"], a["outcome"]) for a in known["ranks"]] == [(0, "applied"), (1, "applied")]
@@ -291,10 +296,10 @@ async def test_expired_order_is_not_delivered_further_and_waits_for_pending_answ
         connection.execute(update(schema.commands).values(expires=time.time() - 1))
     assert (await service.store(late, late.sample(10))).commands == ()
     assert await state_of(service, command.id) == "delivered"
-    for _ in range(2):  # an answer that comes again is the same one
+    for _ in range(2):  # a repeated answer changes nothing
         await service.store(rank, rank.answer(command, 12))
     assert await state_of(service, command.id) == "expired"
-    assert [actor for actor, outcome in await deeds(service, command.id) if outcome == "applied"] == ["rank 0"]
+    assert [actor for actor, outcome in await audit_of(service, command.id) if outcome == "applied"] == ["rank 0"]
 
 
 async def test_expired_order_names_silent_ranks_and_accepts_late_answers(
@@ -311,14 +316,14 @@ async def test_expired_order_names_silent_ranks_and_accepts_late_answers(
     with service.app.state.store.writer.engine.begin() as connection:
         expire(connection)
     assert await state_of(service, command) == "expired"
-    assert "is expired; no answer from ranks 1, 2" in await newest(service)
+    assert "is expired; no answer from ranks 1, 2" in await newest_sentence(service)
     await service.store(ranks[1], ranks[1].answer(sent, 12))
     known = await service.get(f"/v1/commands/{command}")
     assert [(a["rank"], a["outcome"]) for a in known["ranks"]] == [(0, "applied"), (1, "applied")]
 
 
 async def test_rank_switch_is_applied_at_expiry_after_other_ranks_end(service: Any) -> None:
-    """Chores run for all runs at once: one order that cannot be closed would stop them all."""
+    """Expiry handles all runs at once, so one order that cannot be closed would block every run."""
     first, second = FakeRank(rank=0), FakeRank(rank=1)
     await start(service, first, second)
     await service.store(first, local("applied"))
@@ -343,7 +348,7 @@ async def test_answer_to_undelivered_order_is_stored(service: Any, rank: FakeRan
     assert await state_of(service, proposal["id"]) == "applied"
 
 
-# ---- at the end of a run ---------------------------------------------------------------------------------------------
+# ---- at the end of a run --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -361,11 +366,11 @@ async def test_ended_run_refuses_orders_approval_and_undo_until_resumed(
     await service.store(ranks[0], ranks[0].verdict(10), local("proposed"))
     proposed = (await commands_of(service))[0]["id"]
     await end(service, ranks[0], status=status)
-    assert (await order(service, heads=heads)).status_code == 201, "rank 1 may be alive"
+    assert (await order(service, heads=heads)).status_code == 201, "rank 1 may still be running"
     await end(service, ranks[1], status=status)
     refused = await order(service, heads=heads)
-    told = f"Could not switch {named} to exact_delta: every rank that could do it has ended."
-    assert (refused.status_code, refused.json()["detail"]) == (409, f"{told} Order it again when the run is resumed.")
+    reason = f"Could not switch {named} to exact_delta: every rank that could do it has ended."
+    assert (refused.status_code, refused.json()["detail"]) == (409, f"{reason} Order it again when the run is resumed.")
     for command, word in ((proposed, "approve"), (applied, "undo")):
         answer = await act(service, command, word)
         assert (answer.status_code, answer.json()["detail"].startswith("Could not switch ")) == (409, True)
@@ -375,12 +380,12 @@ async def test_ended_run_refuses_orders_approval_and_undo_until_resumed(
 
 
 async def test_order_only_to_ended_ranks_is_refused_while_others_train(service: Any) -> None:
-    gone, lives = FakeRank(layers=1), FakeRank(rank=1, layers=2)
-    lives.layers = lives.layers[1:]
-    await start(service, gone, lives)
-    await end(service, gone)
+    ended, running = FakeRank(layers=1), FakeRank(rank=1, layers=2)
+    running.layers = running.layers[1:]
+    await start(service, ended, running)
+    await end(service, ended)
     assert (await order(service, heads=[[0, 2]])).status_code == 409
-    assert (await order(service, heads=[[0, 2], [1, 0]])).status_code == 201, "somebody holds one of them"
+    assert (await order(service, heads=[[0, 2], [1, 0]])).status_code == 201, "a running rank has one of the heads"
 
 
 @pytest.mark.parametrize(
@@ -401,9 +406,12 @@ async def test_open_order_is_refused_with_reason_when_last_rank_ends(
     why = f"Could not switch {named} to exact_delta: every rank that could do it has ended."
     assert known["state"] == "refused"
     assert known["closed_because"] == f"{why} Order it again when the run is resumed."
-    assert await newest(service) == f"Command to switch {named} to exact_delta is refused: {known['closed_because']}"
-    assert (await deeds(service, command))[-1] == ("service", "refused")
-    for late in sent:  # an answer that comes after the end tells the truth
+    assert (
+        await newest_sentence(service)
+        == f"Command to switch {named} to exact_delta is refused: {known['closed_because']}"
+    )
+    assert (await audit_of(service, command))[-1] == ("service", "refused")
+    for late in sent:  # a late answer corrects the state
         await service.store(ranks[0], ranks[0].answer(late, 2))
         known = await service.get(f"/v1/commands/{command}")
         assert (known["state"], known["closed_because"]) == ("applied", None)
@@ -417,11 +425,13 @@ async def test_late_end_of_former_process_does_not_close_order_of_successor(serv
     await service.store(ended, Finished(step=9, unix_seconds=9.0, status="stopped"), age=102, replayed=True)
     assert await state_of(service, command) == "delivered"
     await service.store(resumed, Finished(step=9, unix_seconds=9.0, status="completed"), age=100, replayed=True)
-    assert await state_of(service, command) == "refused", "its own end does, also from a spool"
+    assert await state_of(service, command) == "refused", (
+        "the end of the successor itself closes the order, even from a spool"
+    )
 
 
 async def test_order_waits_for_heads_that_no_rank_currently_has(service: Any) -> None:
-    """A run is resumed in another shape: the process that takes over the head has not started yet."""
+    """The run resumes with other ranks, and the process that takes over the head has not started yet."""
     killed, first, second = FakeRank(boot="b1"), FakeRank(boot="b2"), FakeRank(boot="b2", rank=1)
     first.layers = first.layers[1:]
     await start(service, killed)
@@ -437,7 +447,7 @@ async def test_order_waits_for_heads_that_no_rank_currently_has(service: Any) ->
 @pytest.mark.settings(verify_steps=100)
 async def test_switch_after_resume_step_is_neither_planned_nor_verified(service: Any, ranks: int) -> None:
     async def plan() -> Any:
-        found = await service.get(f"{RUN}/switches", mode="paper_softmax")  # adds that to what heads have
+        found = await service.get(f"{RUN}/switches", mode="paper_softmax")  # adds this mode to the modes of the heads
         return [change["mode"] for change in found["changes"]]
 
     former = [FakeRank(rank=rank, boot="b1") for rank in range(2)]
@@ -463,36 +473,36 @@ async def test_undo_restores_previous_mode_of_each_switched_head_once(service: A
     await service.store(rank, rank.started(), rank.sample(1))
     command = (await order(service, heads=[[0, 0], [0, 1], [0, 2], [1, 0]])).json()["id"]
     path = f"/v1/commands/{command}/undo"
-    early = await service.client.post(path, json=WHO)
+    early = await service.client.post(path, json=BY_BOB)
     pending = f"Command {command} is pending, so you cannot undo it; you can cancel it."
     assert (early.status_code, early.json()["detail"]) == (409, pending)
     [sent] = (await service.store(rank, rank.sample(10))).commands
     modes = {"before": ("plain", "paper_softmax", "exact_delta", "plain")}
-    modes |= {"after": ("exact_delta",) * 3 + ("row_corrected",)}  # the last head did not get the order's mode
+    modes |= {"after": ("exact_delta",) * 3 + ("row_corrected",)}  # the last head got another mode than ordered
     await service.store(rank, rank.answer(sent, 30).model_copy(update=modes))
-    assert (await service.client.post(path, json=WHO)).status_code == 201
+    assert (await service.client.post(path, json=BY_BOB)).status_code == 201
     orders = (await service.store(rank, rank.sample(40))).commands
     assert {(o.mode, o.heads, o.expect) for o in orders} == {
         ("plain", ((0, 0),), "exact_delta"),
         ("paper_softmax", ((0, 1),), "exact_delta"),
-    }  # head 2 had the mode before
+    }  # head 2 already had the mode
     for one in orders:
         await service.store(rank, rank.answer(one, 41))
     assert (await service.get(f"/v1/commands/{command}"))["undone_by"] in {one.id for one in orders}
     taken_back = [c for c in await commands_of(service) if c["undoes"] == command]
     assert {(c["state"], c["reason"]) for c in taken_back} == {("applied", "undo: the wrong run")}
-    again = await service.client.post(path, json=WHO)
+    again = await service.client.post(path, json=BY_BOB)
     assert (again.status_code, "undone by" in again.json()["detail"]) == (409, True)
     assert "bob (local)" in {row["actor"] for row in (await service.get("/v1/audit"))["rows"]}
 
 
 async def test_dry_run_undo_changes_nothing_and_undone_switch_is_not_verified(service: Any) -> None:
     command = await switched(service)
-    tried = await service.client.post(f"/v1/commands/{command}/undo", json={**WHO, "dry_run": True})
+    tried = await service.client.post(f"/v1/commands/{command}/undo", json={**BY_BOB, "dry_run": True})
     [undone] = tried.json()["commands"]
     assert (undone["dry_run"], undone["mode"], undone["undoes"]) == (True, "plain", command)
     assert (await service.get(f"/v1/commands/{command}"))["undone_by"] is None
-    await service.client.post(f"/v1/commands/{command}/undo", json=WHO)
+    await service.client.post(f"/v1/commands/{command}/undo", json=BY_BOB)
     rank = FakeRank(boot="b2")
     await service.store(rank, rank.started(step=3000))
     for sent in (await service.store(rank, rank.sample(3010))).commands:
@@ -506,17 +516,17 @@ async def test_switch_by_agent_can_be_undone(service: Any, rank: FakeRank) -> No
     await service.store(rank, local("applied"))
     [shown] = await commands_of(service)
     assert (shown["state"], shown["source"]) == ("applied", "rank")
-    assert (await service.store(rank, rank.sample(21))).commands == (), "nobody else holds the head"
-    told = [(row["actor"], row["action"]) for row in (await service.get("/v1/audit"))["rows"]]
-    assert ("rank 0", "local switch") in told
-    assert (await service.client.post(f"/v1/commands/{shown['id']}/undo", json=WHO)).status_code == 201
+    assert (await service.store(rank, rank.sample(21))).commands == (), "no other rank has the head"
+    rows = [(row["actor"], row["action"]) for row in (await service.get("/v1/audit"))["rows"]]
+    assert ("rank 0", "local switch") in rows
+    assert (await service.client.post(f"/v1/commands/{shown['id']}/undo", json=BY_BOB)).status_code == 201
     [sent] = (await service.store(rank, rank.sample(21))).commands
     assert (sent.mode, sent.expect, sent.heads) == ("plain", "exact_delta", ((0, 2),))
 
 
-@pytest.mark.parametrize("what_then", ["undone", "replaced"])
+@pytest.mark.parametrize("resolution", ["undone", "replaced"])
 async def test_not_arrested_metric_is_set_until_switch_is_undone_or_replaced(
-    service: Any, rank: FakeRank, what_then: str
+    service: Any, rank: FakeRank, resolution: str
 ) -> None:
     command = await switched(service, after=1.0)
 
@@ -529,11 +539,11 @@ async def test_not_arrested_metric_is_set_until_switch_is_undone_or_replaced(
     await judge(service)
     assert await shown() == 1
     rank.sequence = 1000
-    if what_then == "undone":
-        await service.client.post(f"/v1/commands/{command}/undo", json=WHO)
+    if resolution == "undone":
+        await service.client.post(f"/v1/commands/{command}/undo", json=BY_BOB)
     else:
         await order(service, mode="row_corrected")
-    assert await shown() == 1, "ordered is not done"
+    assert await shown() == 1, "the order is not applied yet"
     for sent in (await service.store(rank, grown(rank, 3100, 1.0))).commands:
         await service.store(rank, rank.answer(sent, 3100))
     assert await shown() == 0

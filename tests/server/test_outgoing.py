@@ -23,7 +23,7 @@ pytestmark = pytest.mark.promise("S10")
 
 
 class ToLoopback(httpx.AsyncHTTPTransport):
-    """Connects to loopback for whatever host is named, and checks the certificate against that name."""
+    """Connects to loopback for every host, and verifies the certificate against the name of the host."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         request.extensions |= {"sni_hostname": request.url.host}
@@ -32,18 +32,18 @@ class ToLoopback(httpx.AsyncHTTPTransport):
 
 
 class Hook:
-    """A TLS server on loopback that speaks as hooks.example.com, and what it was sent."""
+    """A TLS server on loopback with a certificate of hooks.example.com that records requests."""
 
     def __init__(
-        self, answer: bytes = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok", byte_seconds: float = 0.0
+        self, response: bytes = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok", byte_seconds: float = 0.0
     ) -> None:
-        self.answer, self.byte_seconds, self.requests = answer, byte_seconds, list[tuple[str, bytes]]()
+        self.response, self.byte_seconds, self.requests = response, byte_seconds, list[tuple[str, bytes]]()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         length = int(head.lower().partition("content-length:")[2].split("\r\n")[0])
         self.requests.append((head, await reader.readexactly(length)))
-        for byte in self.answer:
+        for byte in self.response:
             writer.write(bytes([byte]))
             await writer.drain()
             await asyncio.sleep(self.byte_seconds)
@@ -51,7 +51,7 @@ class Hook:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[str]:
-        """Its URL."""
+        """Start the server and yield its URL."""
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(CERTIFICATE)
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=tls)
@@ -61,7 +61,7 @@ class Hook:
             server.close()
 
     def out(self, total_seconds: float = 5.0) -> Outgoing:
-        """A sender whose messages reach loopback, for tests alone."""
+        """A sender that connects to this server."""
         return Outgoing({HOST}, lambda tls: ToLoopback(verify=tls), total_seconds)
 
 
@@ -114,12 +114,12 @@ async def test_slow_response_is_abandoned_after_total_timeout() -> None:
             await hook.out(0.5).post(url, b"{}")
 
 
-@pytest.mark.parametrize("certificates", ["others", "another name"])
+@pytest.mark.parametrize("certificates", ["untrusted", "another name"])
 async def test_server_without_valid_certificate_receives_nothing(
     certificates: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook, named = Hook(), HOST
-    if certificates == "others":
+    if certificates == "untrusted":
         monkeypatch.delenv("SSL_CERT_FILE")
     else:
         named = "other.example.com"
@@ -163,13 +163,16 @@ async def test_slack_and_webhook_get_same_text_and_only_for_new_incidents(servic
     hook = Hook()
 
     async with hook.open() as url:
-        given: dict[str, Any] = {
+        settings_of_hooks: dict[str, Any] = {
             "notify_slack_url": SecretStr(url),
             "notify_webhook_url": SecretStr(url),
             "notify_hosts": (HOST,),
         }
-        given |= {"token": SecretStr("a-secret-of-sixteen-or-more"), "public_url": "https://foreshock.example.org"}
-        settings = settings_with(Settings, **given, notify_gather_seconds=0.0)
+        settings_of_hooks |= {
+            "token": SecretStr("a-secret-of-sixteen-or-more"),
+            "public_url": "https://foreshock.example.org",
+        }
+        settings = settings_with(Settings, **settings_of_hooks, notify_gather_seconds=0.0)
         notifier = Notifier(service.app.state.store, settings, hook.out())
         rank = FakeRank()
         await service.store(rank, rank.started(policy="approve"), rank.verdict(3, name="old", cause="other"))
@@ -180,7 +183,7 @@ async def test_slack_and_webhook_get_same_text_and_only_for_new_incidents(servic
             await notifier.turn()
         slack, webhook = (json.loads(request[1]) for request in hook.requests)
         assert "Attention scores grow" in slack["text"]
-        assert "&amp;head=0.2" in slack["text"]  # as Slack escapes
+        assert "&amp;head=0.2" in slack["text"]  # escaped for Slack
         assert slack["text"].replace("&amp;", "&") == webhook["message"]
         [incident] = webhook["incidents"][rank.run]
         assert (incident["cause"], "heads" in incident) == ("score growth", False)

@@ -1,4 +1,4 @@
-"""Replicas and PostgreSQL killed with kill -9: what was acknowledged is kept, and the service needs no restart."""
+"""Replicas and PostgreSQL killed with kill -9: acknowledged batches are preserved, and the service recovers."""
 
 import asyncio
 import random
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.servers
 
 @pytest.fixture
 def postgres_for_replicas(postgres: str) -> str:
-    """A database of its own."""
+    """A new database."""
     return asyncio.run(new_database(postgres))
 
 
@@ -48,14 +48,17 @@ def test_killed_replicas_lose_no_acknowledged_batch_and_each_rank_answers_once(
     turns = count()
 
     def address() -> str:
-        """As behind a load balancer: the replicas in turn, whether they live or not."""
+        """The URL of the next replica, running or not, as behind a load balancer."""
         return replicas[next(turns) % len(replicas)].url
 
     senders = [Sender(address, FakeRank(run="killed", rank=number)) for number in range(3)]
     when = random.Random(3)
     ordered: list[str] = []
     try:
-        eventually("every rank is known, so that each order is for all", lambda: all(s.acknowledged for s in senders))
+        eventually(
+            "every rank has sent a batch, so that each order is for all ranks",
+            lambda: all(s.acknowledged for s in senders),
+        )
         while len(ordered) < most and time.monotonic() < until:
             turn = len(ordered)
             time.sleep(when.uniform(0.2, 0.8))
@@ -82,7 +85,7 @@ def test_killed_replicas_lose_no_acknowledged_batch_and_each_rank_answers_once(
                 assert [(a["rank"], a["step"]) for a in answers] == [(s.rank.rank, s.orders[name]) for s in senders]
             query = "/v1/runs/killed/curves?line=run.loss&max_points=10000"
             [line] = client.get(query).json()["lines"]
-            # Ranks that stand at a step say the same loss: a doubled or a lost one would not change it, a gap would.
+            # All ranks report the same loss at a step, so this finds missing steps; `stored` finds duplicates.
             assert line["last"] == [float(step) for step in line["steps"]]
             assert line["steps"] == list(range(1, line["steps"][-1] + 1))
         assert asyncio.run(stored(postgres_for_replicas)) >= {
@@ -101,29 +104,29 @@ def test_killed_replicas_lose_no_acknowledged_batch_and_each_rank_answers_once(
 
 
 def order(address: Callable[[], str], turn: int) -> str:
-    """Order a switch until the order is acknowledged, whoever is killed meanwhile; the command's id."""
+    """Order a switch, with retries until the order is acknowledged, and return its id."""
     body = {"who": "ann", "reason": "drift", "heads": [[0, turn % 3]], "mode": "exact_delta"}
     headers = {"idempotency-key": f"order-{turn}"}
     while True:
         try:
-            made = httpx.post(f"{address()}/v1/runs/killed/commands", json=body, headers=headers, timeout=60.0)
+            response = httpx.post(f"{address()}/v1/runs/killed/commands", json=body, headers=headers, timeout=60.0)
         except httpx.HTTPError:
             time.sleep(0.05)
             continue
-        if made.status_code in (200, 201):
-            return str(made.json()["id"])
-        assert made.status_code in (404, 503), made.text  # before the first batch there is no run
+        if response.status_code in (200, 201):
+            return str(response.json()["id"])
+        assert response.status_code in (404, 503), response.text  # the run does not exist before its first batch
         time.sleep(0.05)
 
 
 async def stored(url: str) -> set[tuple[int, int]]:
-    """(rank, sequence) of every batch; the primary key lets none be there twice. Samples must be one for each."""
+    """(rank, sequence) of every batch, which the primary key makes unique. No batch may have two samples."""
     store = Store(url)
     with store.reader.engine.begin() as connection:
         query = text("SELECT rank, sequence FROM batches JOIN boots ON boots.id = boot_id ORDER BY 1, 2")
         found = [(rank, sequence) for rank, sequence in connection.execute(query)]
-        doubled = text("SELECT count(*) FROM samples GROUP BY boot_id, sequence HAVING count(*) > 1")
-        assert connection.execute(doubled).all() == []
+        duplicates = text("SELECT count(*) FROM samples GROUP BY boot_id, sequence HAVING count(*) > 1")
+        assert connection.execute(duplicates).all() == []
     await store.close()
     return set(found)
 
@@ -153,18 +156,18 @@ def test_concurrent_migrations_all_succeed(postgres_for_replicas: str, sizes: An
         )
         for _ in range(number)
     ]
-    time.sleep(number / 2)  # until most of them wait for the word
+    time.sleep(number / 2)  # until most of them wait for their input
     for replica in replicas:
         assert replica.stdin is not None
         replica.stdin.write("go\n")
         replica.stdin.flush()
-    said = [replica.communicate()[1][-300:] for replica in replicas]
-    assert [replica.returncode for replica in replicas] == [0] * number, said
+    errors = [replica.communicate()[1][-300:] for replica in replicas]
+    assert [replica.returncode for replica in replicas] == [0] * number, errors
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[PostgresServer]:
-    """A PostgreSQL of this module's own, which is killed."""
+    """A PostgreSQL server that the tests of this module kill."""
     made = PostgresServer()
     try:
         made.start()
@@ -175,7 +178,7 @@ def server() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def url(server: PostgresServer) -> str:
-    """A database of its own."""
+    """A new database."""
     return asyncio.run(new_database(server.url))
 
 
@@ -194,35 +197,35 @@ def test_killed_postgresql_loses_no_acknowledged_batch_and_service_returns_503(
                 time.sleep(when.uniform(0, 0.3))
                 server.kill()
                 try:
-                    eventually("it says that it waits", lambda: client.get("/readyz").status_code == 503)
+                    eventually("the service is not ready", lambda: client.get("/readyz").status_code == 503)
                     assert client.get("/healthz").status_code == 200
                     refused = client.get("/v1/runs")
-                    assert (refused.status_code, refused.json()["detail"]) == (503, AWAY)
+                    assert (refused.status_code, refused.json()["detail"]) == (503, UNAVAILABLE)
                 finally:
                     server.start()
             _until_each_has_sent_more(senders)
-            eventually("it is ready", lambda: client.get("/readyz").status_code == 200)
+            eventually("the service is ready again", lambda: client.get("/readyz").status_code == 200)
         finally:
             for sender in senders:
                 sender.stop()
-    kept = asyncio.run(stored(url))
+    found = asyncio.run(stored(url))
     acknowledged = {(s.rank.rank, sequence) for s in senders for sequence in range(1, s.acknowledged + 1)}
     record_property("kill -9 of PostgreSQL", kills)
     record_property("batches acknowledged", len(acknowledged))
-    record_property("lost", len(acknowledged - kept))
-    assert acknowledged <= kept
+    record_property("lost", len(acknowledged - found))
+    assert acknowledged <= found
     log = (tmp_path / "service.log").read_text()
     assert "Traceback" not in log, log[-2000:]
 
 
-AWAY = "The store is unavailable; try again."
+UNAVAILABLE = "The store is unavailable; try again."
 
 
 def _until_each_has_sent_more(senders: list[Sender]) -> None:
     before = [sender.acknowledged for sender in senders]
 
     def more() -> bool:
-        return all(sender.acknowledged > said for sender, said in zip(senders, before, strict=True))
+        return all(sender.acknowledged > earlier for sender, earlier in zip(senders, before, strict=True))
 
     eventually("each sender's batches are acknowledged", more)
 

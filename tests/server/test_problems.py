@@ -1,4 +1,4 @@
-"""Every way a request can fail is a problem of one shape, that says what to do and shows nothing of the inside."""
+"""Every failed request gets a problem response of one format, without internal details."""
 
 import asyncio
 import json
@@ -15,22 +15,22 @@ from foreshock.server.models import Problem
 from foreshock.server.problems import ProblemError, install
 from foreshock.server.store.database import BusyError, ClosingError
 
-INSIDE = "SELECT secret FROM /srv/foreshock/data.db"
-WAYS: dict[str, tuple[Exception, int]] = {
-    "ours": (ProblemError(409, "It is decided.", headers={"x-why": "late"}), 409),
-    "going down": (ClosingError(INSIDE), 503),
-    "busy": (BusyError(INSIDE), 429),
-    "store away": (OperationalError(INSIDE, {}, OSError(INSIDE)), 503),
-    "server gone": (DBAPIError(INSIDE, {}, OSError(INSIDE), connection_invalidated=True), 503),
-    "not there": (HTTPException(404), 404),
-    "no method": (HTTPException(405, headers={"allow": "GET"}), 405),
-    "nobody's": (RuntimeError(INSIDE), 500),
-    "work that is wrong": (IntegrityError(INSIDE, {}, ValueError(INSIDE)), 500),
+INTERNAL = "SELECT secret FROM /srv/foreshock/data.db"
+FAILURES: dict[str, tuple[Exception, int]] = {
+    "service error": (ProblemError(409, "It is decided.", headers={"x-why": "late"}), 409),
+    "closing": (ClosingError(INTERNAL), 503),
+    "busy": (BusyError(INTERNAL), 429),
+    "store unavailable": (OperationalError(INTERNAL, {}, OSError(INTERNAL)), 503),
+    "connection lost": (DBAPIError(INTERNAL, {}, OSError(INTERNAL), connection_invalidated=True), 503),
+    "not found": (HTTPException(404), 404),
+    "method not allowed": (HTTPException(405, headers={"allow": "GET"}), 405),
+    "unexpected error": (RuntimeError(INTERNAL), 500),
+    "constraint violated": (IntegrityError(INTERNAL, {}, ValueError(INTERNAL)), 500),
 }
 
 
 class Wanted(BaseModel):
-    """What the failing address takes."""
+    """The body of the failing route."""
 
     count: int
 
@@ -43,39 +43,39 @@ def ask(error: Exception, body: dict[str, Any]) -> httpx.Response:
     async def fails(_: Wanted) -> None:
         raise error
 
-    async def asked() -> httpx.Response:
+    async def post() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             return await client.post("/fails", json=body)
 
-    return asyncio.run(asked())
+    return asyncio.run(post())
 
 
-def read(answer: Any) -> Problem:
-    assert answer.headers["content-type"] == "application/problem+json"
-    told = json.loads(answer.text if isinstance(answer, httpx.Response) else answer.body)
-    assert set(told) == set(Problem.model_fields)
-    return Problem.model_validate(told)
+def read(response: Any) -> Problem:
+    assert response.headers["content-type"] == "application/problem+json"
+    problem = json.loads(response.text if isinstance(response, httpx.Response) else response.body)
+    assert set(problem) == set(Problem.model_fields)
+    return Problem.model_validate(problem)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_each_failure_is_a_problem_response_without_internal_details(way: str) -> None:
-    error, status = WAYS[way]
-    answer = ask(error, {"count": 3})
-    told = read(answer)
-    assert (answer.status_code, told.status, told.errors) == (status, status, [])
-    assert told.detail == "It is decided." or (way != "ours" and told.detail.endswith("."))
-    assert "SELECT" not in answer.text
-    assert ("retry-after" in answer.headers) == (status in (429, 503))
+@pytest.mark.parametrize("failure", FAILURES)
+def test_each_failure_is_a_problem_response_without_internal_details(failure: str) -> None:
+    error, status = FAILURES[failure]
+    response = ask(error, {"count": 3})
+    problem = read(response)
+    assert (response.status_code, problem.status, problem.errors) == (status, status, [])
+    assert problem.detail == "It is decided." or (failure != "service error" and problem.detail.endswith("."))
+    assert "SELECT" not in response.text
+    assert ("retry-after" in response.headers) == (status in (429, 503))
     for name, value in (getattr(error, "headers", None) or {}).items():
-        assert answer.headers[name] == value
+        assert response.headers[name] == value
 
 
 def test_invalid_body_is_reported_by_field_without_its_value() -> None:
-    answer = ask(RuntimeError(), {"count": "s3cret"})
-    told = read(answer)
-    assert (told.status, told.detail) == (422, "1 field of the request is wrong.")
-    [item] = told.errors
+    response = ask(RuntimeError(), {"count": "s3cret"})
+    problem = read(response)
+    assert (problem.status, problem.detail) == (422, "1 field of the request is wrong.")
+    [item] = problem.errors
     assert item.where == "body.count"
     assert "integer" in item.message
-    assert "s3cret" not in answer.text
+    assert "s3cret" not in response.text

@@ -1,4 +1,4 @@
-"""Which process start of a rank is listened to, whatever the clocks of its nodes say and however its batches come."""
+"""The current process of each rank, for any clocks of the nodes and any order of the batches."""
 
 import random
 import time
@@ -15,14 +15,14 @@ from foreshock.server.runs.eventlog import shared_sentence
 from foreshock.server.store.schema import boots, runs
 from foreshock.server.testing import FakeRank
 
-AHEAD, BEHIND = "1800000060000-0-aaaa", "1800000000000-0-bbbb"
-"""Names of process starts on a node whose clock is right, and on one that is a minute behind."""
+CORRECT_CLOCK, SLOW_CLOCK = "1800000060000-0-aaaa", "1800000000000-0-bbbb"
+"""Boot ids of a node with a correct clock and of a node whose clock is a minute slow."""
 ORDER = {"who": "ann", "reason": "drift", "heads": [[0, 1]], "mode": "exact_delta"}
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The service's clock, which a story may put forward."""
+    """The clock of the service, which a test may move forward."""
 
     class Clock:
         ahead = 0.0
@@ -40,33 +40,33 @@ async def losses(service: Any) -> tuple[list[int], list[float]]:
     return line["steps"], line["last"]
 
 
-async def who_is_ordered(service: Any, *ranks: FakeRank) -> list[str]:
-    """Those of the process starts that get an order which is given now."""
+async def boots_with_order(service: Any, *ranks: FakeRank) -> list[str]:
+    """Send an order and return the boot ids of the ranks that receive it."""
     made = await service.client.post("/v1/runs/run-1/commands", json=ORDER)
     assert made.status_code == 201, made.text
     return [rank.boot for rank in ranks if (await service.store(rank, rank.sample(100))).commands]
 
 
 @pytest.mark.promise("S11")
-@pytest.mark.usefixtures("on_both")
+@pytest.mark.usefixtures("both_databases")
 async def test_restart_on_node_with_slow_clock_is_shown_and_gets_orders(service: Any) -> None:
-    old, new = FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
+    old, new = FakeRank(boot=CORRECT_CLOCK), FakeRank(boot=SLOW_CLOCK)
     await service.store(old, old.started(), *(old.sample(step, loss=1.0) for step in (10, 20, 30)), age=500)
     await service.store(old, old.verdict(30), age=520)
     await service.store(new, new.started(step=15, policy="observe"), new.sample(20, since=15, loss=2.0), age=3)
     assert await losses(service) == ([10, 20], [1.0, 2.0])
     detail = await service.get("/v1/runs/run-1")
     assert (detail["last_step"], detail["policy"], detail["warnings"]) == (20, "observe", [])
-    assert await who_is_ordered(service, old, new) == [BEHIND]
+    assert await boots_with_order(service, old, new) == [SLOW_CLOCK]
 
 
 @pytest.mark.promise("S11")
 @pytest.mark.parametrize("dead_first", [True, False])
-@pytest.mark.usefixtures("on_both")
+@pytest.mark.usefixtures("both_databases")
 async def test_spool_of_dead_process_never_outranks_running_process(service: Any, dead_first: bool) -> None:
-    """The dead one was never heard while it lived, and the clock of its node was ahead."""
+    """The dead process never reached the service while it ran, and the clock of its node was fast."""
 
-    first, dead, living = FakeRank(boot="1799999000000-0-0000"), FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
+    first, dead, living = FakeRank(boot="1799999000000-0-0000"), FakeRank(boot=CORRECT_CLOCK), FakeRank(boot=SLOW_CLOCK)
     await service.store(first, first.started(), first.sample(5, since=0), first.sample(20, since=5), age=900)
 
     async def replay() -> None:
@@ -79,16 +79,16 @@ async def test_spool_of_dead_process_never_outranks_running_process(service: Any
     if not dead_first:
         await replay()
     assert await losses(service) == ([5, 20, 25], [3.0, 3.0, 3.0])
-    assert await who_is_ordered(service, first, dead, living) == [BEHIND]
+    assert await boots_with_order(service, first, dead, living) == [SLOW_CLOCK]
 
 
 async def test_process_that_sends_after_its_spool_was_replayed_becomes_current(service: Any) -> None:
-    old, new = FakeRank(boot=AHEAD), FakeRank(boot=BEHIND)
+    old, new = FakeRank(boot=CORRECT_CLOCK), FakeRank(boot=SLOW_CLOCK)
     await service.store(old, old.started(), old.sample(20, since=0), age=500)
     await service.store(new, new.started(step=20), age=10, replayed=True)
-    assert await who_is_ordered(service, old) == [AHEAD]
+    assert await boots_with_order(service, old) == [CORRECT_CLOCK]
     await service.store(new, new.sample(30, since=20), age=11)
-    assert await who_is_ordered(service, old, new) == [BEHIND]
+    assert await boots_with_order(service, old, new) == [SLOW_CLOCK]
 
 
 async def test_replayed_spool_stays_before_successor_despite_clock_jump(service: Any, clock: Any) -> None:
@@ -109,7 +109,7 @@ async def test_process_without_age_header_stays_current_after_spool_replay(servi
     await service.store(living, living.started(step=10), living.sample(20, since=10, loss=2.0))
     await service.store(living, living.sample(30, since=20, loss=2.0), age=1, replayed=True)
     assert await losses(service) == ([20, 30], [2.0, 2.0])
-    assert await who_is_ordered(service, old, living) == [living.boot]
+    assert await boots_with_order(service, old, living) == [living.boot]
 
 
 @pytest.mark.promise("S27")
@@ -129,15 +129,15 @@ async def test_each_restart_on_fewer_ranks_discards_later_steps_of_first_launch(
 @pytest.mark.promise("S5")
 async def test_invalid_process_age_is_ignored_and_batch_is_stored(service: Any, rank: FakeRank) -> None:
     for age in ("soon", "-1", "nan", "inf", "1e308", "9" * 400, "\u0660", ""):
-        assert arrival_of({AGE_HEADER: age.encode().decode("latin-1")}) == Arrival()  # as a server reads it
+        assert arrival_of({AGE_HEADER: age.encode().decode("latin-1")}) == Arrival()  # headers are decoded as Latin-1
         headers = {"content-type": "application/json", "foreshock-process-age": age.encode()}
         batch = rank.batch(rank.started()).model_dump_json()
         assert (await service.client.post("/v1/batches", content=batch, headers=headers)).status_code == 200, age
-    assert await who_is_ordered(service, rank) == ["b1"]
+    assert await boots_with_order(service, rank) == ["b1"]
 
 
 @pytest.mark.promise("S16")
-@pytest.mark.usefixtures("on_both")
+@pytest.mark.usefixtures("both_databases")
 async def test_run_deleted_while_training_requests_start_event_again(service: Any, rank: FakeRank) -> None:
     assert not (await service.store(rank, rank.started(), age=1)).send_started
     assert not (await service.store(rank, rank.sample(1), age=2)).send_started
@@ -149,21 +149,21 @@ async def test_run_deleted_while_training_requests_start_event_again(service: An
     assert not (await service.store(rank, rank.started(), rank.sample(4), age=5)).send_started
     detail = await service.get("/v1/runs/run-1")
     assert (len(detail["layers"]), detail["policy"], detail["last_step"]) == (2, "auto", 4)
-    told = (await service.get("/v1/runs/run-1/events", kind="started"))["events"]
-    assert len(told) == 1, "the log has it once, however often it is reported"
+    events = (await service.get("/v1/runs/run-1/events", kind="started"))["events"]
+    assert len(events) == 1, "a repeated start event must be logged once"
 
 
-async def told(service: Any) -> list[str]:
+async def shared_rank_events(service: Any) -> list[str]:
     events = (await service.get("/v1/runs/run-1/events", kind="started"))["events"]
     return [event["sentence"] for event in events if "running processes use rank" in event["sentence"]]
 
 
-async def shown(service: Any) -> list[str | None]:
+async def shared_ranks_shown(service: Any) -> list[str | None]:
     [listed] = (await service.get("/v1/runs"))["runs"]
     return [listed["shared_ranks"], (await service.get("/v1/runs/run-1"))["shared_ranks"]]
 
 
-async def both_start(service: Any, *ranks: FakeRank) -> None:
+async def start_all(service: Any, *ranks: FakeRank) -> None:
     for second, rank in enumerate(ranks):
         await service.store(rank, rank.started(), age=len(ranks) - second)
 
@@ -171,23 +171,23 @@ async def both_start(service: Any, *ranks: FakeRank) -> None:
 @pytest.mark.promise("A18")
 async def test_processes_sharing_a_rank_are_logged_once_and_shown(service: Any, clock: Any) -> None:
     ranks = [FakeRank(rank=rank, boot=boot) for rank in (0, 3) for boot in ("a", "b")]
-    await both_start(service, *ranks, FakeRank(rank=1, boot="c"))
-    assert await shown(service) == [None] * 2
+    await start_all(service, *ranks, FakeRank(rank=1, boot="c"))
+    assert await shared_ranks_shown(service) == [None] * 2
     for number in range(1, 4):
         clock.ahead = 40.0 * number
         for rank in ranks:
             await service.store(rank, rank.sample(number), age=clock.ahead + 5)
-    assert await shown(service) == [shared_sentence([0, 3])] * 2
-    assert sorted(await told(service)) == [shared_sentence([0]), shared_sentence([3])]
+    assert await shared_ranks_shown(service) == [shared_sentence([0, 3])] * 2
+    assert sorted(await shared_rank_events(service)) == [shared_sentence([0]), shared_sentence([3])]
 
 
-@pytest.mark.parametrize("end", ["dies", "finishes", "is sent from its spool", "says its last words late"])
+@pytest.mark.parametrize("end", ["dies", "finishes", "spool is replayed", "last batch is late"])
 @pytest.mark.promise("A18")
 async def test_restarted_process_is_not_reported_as_sharing_its_rank(service: Any, clock: Any, end: str) -> None:
     old, new = FakeRank(boot="a"), FakeRank(boot="b")
     await service.store(old, old.started(), old.sample(1), age=1000)
     await service.store(new, new.started(step=1), age=1)
-    if end == "says its last words late":
+    if end == "last batch is late":
         clock.ahead = 20.0
         await service.store(old, old.sample(2), age=1022)
     if end == "finishes":
@@ -196,19 +196,21 @@ async def test_restarted_process_is_not_reported_as_sharing_its_rank(service: An
     for number in range(1, 4):
         clock.ahead = 40.0 * number
         await service.store(new, new.sample(number + 1), age=clock.ahead + 1)
-        if end == "is sent from its spool":
+        if end == "spool is replayed":
             await service.store(old, old.sample(number + 5), age=1000 + clock.ahead, replayed=True)
-    assert await shown(service) == [None] * 2
-    assert await told(service) == []
+    assert await shared_ranks_shown(service) == [None] * 2
+    assert await shared_rank_events(service) == []
 
 
 Start = tuple[int, int | None, int | None]
-"""Rank, world size and first step of a process start, where they are known."""
+"""Rank, world size and first step of a process, each None if unknown."""
 
 
-def does_again(later: Sequence[Start], earlier: Start) -> bool:
-    """Whether the last of `later` does again what an earlier process start did: it is of the same rank, or a generation
-    with another world size has begun since."""
+def repeats_steps(later: Sequence[Start], earlier: Start) -> bool:
+    """Whether the last process of `later` repeats steps of `earlier`.
+
+    It does if it has the same rank, or if a launch with another world size has started since.
+    """
     worlds = {world for _, world, _ in (earlier, *later) if world is not None}
     return later[-1][0] == earlier[0] or len(worlds) > 1
 
@@ -222,7 +224,7 @@ def start_of(row: Any) -> Start:
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 6))])
 async def test_process_order_matches_reference_for_random_arrivals(service: Any, seed: int, ranks: int) -> None:
-    """What is stored after every batch is what follows from all process starts of the run at once."""
+    """After every batch, the stored order equals the order computed from all processes of the run at once."""
     draw = random.Random(seed)
     starts = [
         FakeRank(boot=f"{1_800_000_000_000 + draw.randrange(9000)}-{n}-aaaa", rank=draw.randrange(ranks))
@@ -232,24 +234,24 @@ async def test_process_order_matches_reference_for_random_arrivals(service: Any,
     for number in range(60):
         which = draw.randrange(2 + number // 6)
         step = draw.randrange(100)
-        said = (
+        event = (
             starts[which].started(step=step, world_size=worlds[which])
             if draw.random() < 0.4
             else starts[which].sample(step + 1, since=draw.randrange(step + 1))
         )
         age = draw.choice([None, draw.uniform(0, 9000)])
-        await service.store(starts[which], said, age=age, replayed=draw.random() < 0.3)
+        await service.store(starts[which], event, age=age, replayed=draw.random() < 0.3)
         with service.app.state.store.reader.engine.begin() as connection:
             known = connection.execute(select(boots).order_by(boots.c.place)).all()
         living = [row for row in known if not row.replayed] or known
         newest = []
         for i, row in enumerate(living):
             later = [start_of(one) for one in living[i + 1 :]]
-            if not any(does_again(later[: n + 1], start_of(row)) for n in range(len(later))):
+            if not any(repeats_steps(later[: n + 1], start_of(row)) for n in range(len(later))):
                 newest.append(row)
         order = [row for row in known if row not in newest] + newest
         for i, row in enumerate(order):
             assert row.newest == (row in newest), (number, row)
             later = [] if row in newest else [start_of(one) for one in order[i + 1 :]]
-            first = [last[2] for n, last in enumerate(later) if does_again(later[: n + 1], start_of(row))]
+            first = [last[2] for n, last in enumerate(later) if repeats_steps(later[: n + 1], start_of(row))]
             assert row.until_step == min((step for step in first if step is not None), default=None), (number, row)

@@ -1,4 +1,4 @@
-"""What the service shows of QK-Clip, which it neither orders nor proposes."""
+"""QK-Clip in the service: shown in events, audit trail and metrics, but never ordered or proposed."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from foreshock.server.store.schema import commands
 from foreshock.server.testing import FakeRank
 
 RUN = "/v1/runs/run-1"
-WHO = {"who": "ada", "reason": "seen"}
+BY_ADA = {"who": "ada", "reason": "seen"}
 
 
 def growing(**changes: Any) -> Verdict:
@@ -30,8 +30,8 @@ def growing(**changes: Any) -> Verdict:
 async def test_qk_clip_is_never_ordered_by_alert_agent_or_person(service: Any, rank: FakeRank, policy: Policy) -> None:
     proposed = local("proposed").model_copy(update={"before": ("qk_clip_never",), "after": ("qk_clip_always",)})
     await service.store(rank, rank.started(policy=policy, qk_clip="never"), growing(), proposed)
-    told = await service.client.post("/v1/webhooks/alertmanager", json=delivery(cause="score growth"))
-    assert told.json()["results"] == ["observed: a switch does not help against score growth"]
+    response = await service.client.post("/v1/webhooks/alertmanager", json=delivery(cause="score growth"))
+    assert response.json()["results"] == ["observed: a switch does not help against score growth"]
     assert (await order(service, mode="qk_clip_always", heads=None)).status_code == 422
     assert (await service.get(f"{RUN}/commands"))["commands"] == []
     [incident] = (await service.get(f"{RUN}/incidents"))["incidents"]
@@ -42,10 +42,10 @@ async def test_qk_clip_is_never_ordered_by_alert_agent_or_person(service: Any, r
 async def test_stored_qk_clip_proposal_cannot_be_approved_or_delivered(service: Any, rank: FakeRank) -> None:
     await start(service, rank, policy="approve")
     await service.store(rank, rank.verdict(20), local("proposed"))
-    [waits] = (await service.get(f"{RUN}/commands"))["commands"]
-    old = update(commands).values(mode="qk_clip_always", heads=None)
-    await service.app.state.store.write(lambda connection: connection.execute(old))
-    refused = await service.client.post(f"/v1/commands/{waits['id']}/approve", json=WHO)
+    [proposal] = (await service.get(f"{RUN}/commands"))["commands"]
+    older_mode = update(commands).values(mode="qk_clip_always", heads=None)
+    await service.app.state.store.write(lambda connection: connection.execute(older_mode))
+    refused = await service.client.post(f"/v1/commands/{proposal['id']}/approve", json=BY_ADA)
     assert refused.status_code == 409
     assert "is for qk_clip_always, which this service does not know; reject it." in refused.json()["detail"]
     await service.app.state.store.write(lambda connection: connection.execute(update(commands).values(state="pending")))
@@ -53,10 +53,10 @@ async def test_stored_qk_clip_proposal_cannot_be_approved_or_delivered(service: 
 
 
 async def test_qk_clip_events_are_logged_and_audited(service: Any, rank: FakeRank) -> None:
-    did = Clipped(
+    clipped = Clipped(
         id="c-1", step=40, on=True, heads=((0, 1), (0, 2)), factors=(0.9, 0.34), times=(2, 7), reason="two passed"
     )
-    await service.store(rank, rank.started(qk_clip="on"), did)
+    await service.store(rank, rank.started(qk_clip="on"), clipped)
     [event] = (await service.get("/v1/runs/run-1/events", kind="clipped"))["events"]
     assert event["clipped"]["factors"] == [0.9, 0.34]
     assert event["sentence"] == (
@@ -72,14 +72,14 @@ async def test_qk_clip_events_are_logged_and_audited(service: Any, rank: FakeRan
 async def test_metrics_show_clipped_heads_factors_and_totals(service: Any) -> None:
     for number in range(2):
         rank = FakeRank(rank=number)
-        clip = {"clip_factor": np.array([1, 1, 0.25, 0.5, 1, 1]), "clipped_steps": np.array([0, 0, 4, 1, 0, 0])}
-        arrays = {name: Array.of(values.astype(np.float32)) for name, values in clip.items()}
+        values = {"clip_factor": np.array([1, 1, 0.25, 0.5, 1, 1]), "clipped_steps": np.array([0, 0, 4, 1, 0, 0])}
+        arrays = {name: Array.of(array.astype(np.float32)) for name, array in values.items()}
         sample = rank.sample(10).model_copy(update=arrays)
-        # of ranks that scale alike the first tells; an older word of its own counts no more
-        words = [
+        # all ranks scale alike, so the newest event of the first rank counts
+        events = [
             Clipped(id=f"c-{step}", step=step, on=True, total=0 if number else step, reason="x") for step in (5, 9)
         ]
-        await service.store(rank, rank.started(qk_clip="on"), sample, *words)
+        await service.store(rank, rank.started(qk_clip="on"), sample, *events)
     shown = series_of((await service.client.get("/metrics")).text)
     assert shown["foreshock_run_clips_total", "run=run-1"] == 9.0
     assert shown["foreshock_run_clipped_heads", "run=run-1"] == 2.0

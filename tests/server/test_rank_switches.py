@@ -1,4 +1,4 @@
-"""What a rank says that it switched is passed on where the run's own policy and warnings bear it out, else proposed."""
+"""A switch that one rank reports: ordered to the other ranks if policy and warnings justify it, otherwise proposed."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from foreshock.contract.wire import HeadRef, Policy, Switched
 from foreshock.server.testing import FakeRank
 
 pytestmark = pytest.mark.promise("S11")
-WHO = {"who": "ann", "reason": "agreed"}
+BY_ANN = {"who": "ann", "reason": "agreed"}
 
 
 async def three_ranks(service: Any, policy: Policy) -> list[FakeRank]:
@@ -78,8 +78,8 @@ async def test_switch_without_matching_active_warning_is_at_most_proposed(
     service: Any, verdict: dict[str, Any] | None, switched: Switched, other: bool
 ) -> None:
     ranks = await three_ranks(service, "auto")
-    said = [] if verdict is None else [ranks[int(other)].verdict(20, **verdict)]
-    await service.store(ranks[int(other)], *said, ranks[int(other)].sample(20))
+    verdicts = [] if verdict is None else [ranks[int(other)].verdict(20, **verdict)]
+    await service.store(ranks[int(other)], *verdicts, ranks[int(other)].sample(20))
     await service.store(ranks[0], switched)
     assert await delivered(service, *ranks) == []
     assert set(await states(service)) <= {"proposed", "applied"}
@@ -105,17 +105,23 @@ async def test_hundreds_of_switches_in_one_batch_become_one_order_with_few_queri
     ranks = await three_ranks(service, "auto")
     one = ranks[0]
     await service.store(one, *(one.verdict(19, *ref, name=name) for ref, name in zip(heads, names, strict=True)))
-    said: list[str] = []
-    listen(service.app.state.store.writer.engine, "before_cursor_execute", lambda *given: said.append(given[2]))
+    statements: list[str] = []
+    listen(
+        service.app.state.store.writer.engine,
+        "before_cursor_execute",
+        lambda *arguments: statements.append(arguments[2]),
+    )
     many = [local(name=f"s-{n}", heads=(heads[n % 6],), verdict=names[n % 6]) for n in range(300)]
     await service.store(one, *many)
-    assert 0 < len(said) < 50, "not one for each switch"
+    assert 0 < len(statements) < 50, "there must not be a query for each switch"
     [command] = await commands_of(service)
     assert (command["source"], sorted(map(tuple, command["heads"]))) == ("rank", heads)
     assert command["reason"] == "offset grows (300 switches)"
     forged = [local(name=f"f-{number}") for number in range(2)]
     await service.store(one, *forged, local(name="f-2", verdict="nobody-said-so"))
-    assert await delivered(service, *ranks[1:]) == ["exact_delta"] * 2, "where one names no warning, none is an order"
+    assert await delivered(service, *ranks[1:]) == ["exact_delta"] * 2, (
+        "one switch without a warning makes none of them an order"
+    )
 
 
 async def test_number_of_undecided_proposals_is_limited(service: Any) -> None:
@@ -142,7 +148,7 @@ async def test_rejected_switch_of_two_heads_is_not_proposed_again(
     both: tuple[HeadRef, ...] = ((0, 1), (0, 2))
     await service.store(ranks[0], ranks[0].verdict(20), local("proposed", heads=both))
     [proposal] = await commands_of(service)
-    await service.client.post(f"/v1/commands/{proposal['id']}/reject", json=WHO)
+    await service.client.post(f"/v1/commands/{proposal['id']}/reject", json=BY_ANN)
     await service.store(ranks[0], local("proposed", "local-2", heads=both))
     assert await states(service) == ["rejected"]
 
@@ -152,13 +158,13 @@ async def test_unknown_mode_of_newer_agent_is_recorded_but_never_ordered(service
     await start(service, first, second)
     await service.store(first, local("applied").model_copy(update={"after": ("of_tomorrow",)}))
     assert (await delivered(service, second), await commands_of(service)) == ([], [])
-    [told] = (await service.get("/v1/runs/run-1/events", kind="switched"))["events"]
-    assert told["switched"]["after"] == ["of_tomorrow"]
+    [event] = (await service.get("/v1/runs/run-1/events", kind="switched"))["events"]
+    assert event["switched"]["after"] == ["of_tomorrow"]
     await service.store(first, local("applied", "local-2", 25).model_copy(update={"before": ("of_tomorrow",)}))
     [proposal] = await commands_of(service)
-    assert proposal["state"] == "proposed"  # nobody knows whether the warning called for that
-    await service.client.post(f"/v1/commands/{proposal['id']}/approve", json=WHO)
+    assert proposal["state"] == "proposed"  # it is unknown whether the warning justified this switch
+    await service.client.post(f"/v1/commands/{proposal['id']}/approve", json=BY_ANN)
     [sent] = (await service.store(second, second.sample(26))).commands
     await service.store(second, second.answer(sent, 27))
-    undone = await service.client.post(f"/v1/commands/{proposal['id']}/undo", json=WHO)
+    undone = await service.client.post(f"/v1/commands/{proposal['id']}/undo", json=BY_ANN)
     assert (undone.status_code, "this service does not know" in undone.json()["detail"]) == (409, True)

@@ -1,4 +1,4 @@
-"""Callers take turns at reading much, and readers take neither connection nor event loop from ingest."""
+"""Fair scheduling of reads between callers, and reads that block neither ingest nor the event loop."""
 
 import asyncio
 import threading
@@ -23,8 +23,8 @@ TOKENS = (Token.of("ann", ANN, ("ingest", "read")), Token.of("bob", BOB, ("inges
 CURVES = "/v1/runs/b/one/curves?line=run.loss"
 
 
-async def settled() -> None:
-    """Let everything run that can."""
+async def run_ready_tasks() -> None:
+    """Run all tasks that are ready."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -32,9 +32,9 @@ async def settled() -> None:
 @given(st.integers(1, 3), st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=24))
 @pytest.mark.promise("S26")
 def test_waiting_callers_are_served_round_robin(at_once: int, requests: list[tuple[str, bool]]) -> None:
-    """Some requests leave while they wait, half of those by being cancelled."""
+    """Some requests leave the queue while they wait, half of them by cancellation."""
 
-    async def play() -> None:
+    async def scenario() -> None:
         turns, served, release = Turns(at_once, 100), list[str](), asyncio.Semaphore(0)
         loop = asyncio.get_running_loop()
         leavers: list[tuple[asyncio.Task[None], asyncio.Future[None]]] = []
@@ -44,45 +44,45 @@ def test_waiting_callers_are_served_round_robin(at_once: int, requests: list[tup
                 served.append(caller)
                 await release.acquire()
 
-        asked: list[asyncio.Task[None]] = []
+        tasks: list[asyncio.Task[None]] = []
         for caller, stays in requests:
             leaves: asyncio.Future[None] = loop.create_future()
-            asked.append(asyncio.create_task(ask(caller, leaves)))
-            if not stays and len(asked) > at_once:
-                leavers.append((asked[-1], leaves))
-        await settled()
+            tasks.append(asyncio.create_task(ask(caller, leaves)))
+            if not stays and len(tasks) > at_once:
+                leavers.append((tasks[-1], leaves))
+        await run_ready_tasks()
         for number, (task, leaves) in enumerate(leavers):
             if number % 2:
                 task.cancel()
             else:
                 leaves.set_result(None)
-        await settled()
-        gone = {task for task, _ in leavers}
+        await run_ready_tasks()
+        left = {task for task, _ in leavers}
         waiting = [
-            caller for (caller, _), task in list(zip(requests, asked, strict=True))[at_once:] if task not in gone
+            caller for (caller, _), task in list(zip(requests, tasks, strict=True))[at_once:] if task not in left
         ]
         begun = len(served)
         for _ in waiting:
             release.release()
-            await settled()
+            await run_ready_tasks()
         order = served[begun:]
         assert sorted(order) == sorted(waiting)
-        for place, caller in enumerate(order):  # nobody has a second turn while another who waits has had none
+        for place, caller in enumerate(order):  # no caller gets a second turn while another one waits for its first
             before = order[:place]
             for other in set(order[place:]) - {caller}:
                 assert before.count(caller) <= before.count(other)
         for _ in requests:
             release.release()
-        ends = await asyncio.gather(*asked, return_exceptions=True)
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(end is None or isinstance(end, LeftError | asyncio.CancelledError) for end in ends)
         async with AsyncExitStack() as all_free, asyncio.timeout(1):
             for _ in range(at_once):
                 await all_free.enter_async_context(turns.turn("z"))
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
-def as_(secret: str) -> dict[str, str]:
+def bearer(secret: str) -> dict[str, str]:
     return {"authorization": f"Bearer {secret}"}
 
 
@@ -93,19 +93,19 @@ async def test_curves_of_one_token_do_not_delay_reads_of_another(service: Any) -
     assert (await service.post(rank.batch(rank.started(), rank.sample(1)), secret=BOB)).status_code == 200
 
     async def status(path: str, secret: str) -> int:
-        return int((await service.client.get(path, headers=as_(secret))).status_code)
+        return int((await service.client.get(path, headers=bearer(secret))).status_code)
 
     large = service.app.state.store.large
     async with AsyncExitStack() as first:
         await first.enter_async_context(large.turn("ann"))
         async with large.turn("ann"):
             anns = [asyncio.create_task(status(CURVES, ANN)) for _ in range(66)]
-            await settled()
+            await run_ready_tasks()
             async with asyncio.timeout(10):
                 for path in ("/v1/runs", "/v1/runs/b/one"):
                     assert await status(path, BOB) == 200
             bobs = asyncio.create_task(status(CURVES, BOB))
-            await settled()
+            await run_ready_tasks()
             refused = [task.result() for task in anns if task.done()]
             assert refused == [429, 429]
         async with asyncio.timeout(10):
@@ -129,7 +129,7 @@ QUERY = {"line": "run.loss", "metric": "head.score_max", "mode": "exact_delta"}
 
 @pytest.mark.promise("S26")
 async def test_every_read_of_the_store_waits_for_its_turn(service: Any) -> None:
-    """Or many requests for incidents or events of one caller would hold up what others read."""
+    """Otherwise, many requests of one caller for incidents or events would delay the reads of others."""
     rank = FakeRank(run="b/one")
     await service.store(rank, rank.started(), rank.sample(1))
     order = {"who": "ann", "reason": "drift", "heads": None, "mode": "exact_delta"}
@@ -137,25 +137,25 @@ async def test_every_read_of_the_store_waits_for_its_turn(service: Any) -> None:
     paths = [path for path, item in service.app.openapi()["paths"].items() if "get" in item]
     store = service.app.state.store
     async with store.large.turn("x"), store.large.turn("x"), store.small.turn("x"), store.small.turn("x"):
-        asked = {
+        tasks = {
             path: asyncio.create_task(service.client.get(path.format(run="b/one", command=command), params=QUERY))
             for path in paths
             if path not in WITHOUT_THE_STORE
         }
         await asyncio.sleep(0.3)
-        assert len(asked) > 8
-        assert [path for path, task in asked.items() if task.done()] == []
-    answers = await asyncio.gather(*asked.values())
-    assert [answer.status_code for answer in answers] == [200] * len(asked)
+        assert len(tasks) > 8
+        assert [path for path, task in tasks.items() if task.done()] == []
+    responses = await asyncio.gather(*tasks.values())
+    assert [response.status_code for response in responses] == [200] * len(tasks)
 
 
 @pytest.mark.promise("S4")
 async def test_batches_are_stored_while_readers_use_every_connection(service: Any, rank: FakeRank) -> None:
     await service.store(rank, rank.started(), rank.sample(1))
     engine = service.app.state.store.reader.engine
-    with ExitStack() as held:
+    with ExitStack() as connections:
         for _ in range(engine.pool.size()):
-            held.enter_context(engine.begin())
+            connections.enter_context(engine.begin())
         async with asyncio.timeout(10):
             await service.store(rank, rank.sample(2))
 
@@ -172,28 +172,28 @@ LARGE = (
 
 @pytest.mark.full
 @pytest.mark.promise("S4")
-@pytest.mark.usefixtures("on_both")
+@pytest.mark.usefixtures("both_databases")
 async def test_large_responses_are_built_outside_the_event_loop(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, worked = threading.get_ident(), defaultdict[str, set[int]](set)
+    loop, threads_by_call = threading.get_ident(), defaultdict[str, set[int]](set)
 
-    def watched(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **more: Any) -> Any:
-            worked[name].add(threading.get_ident())
-            return work(*given, **more)
+    def recorded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            threads_by_call[name].add(threading.get_ident())
+            return original(*args, **kwargs)
 
         return call
 
     for owner, name in ((Response, "model_dump_json"), (Connection, "execute"), (exposition, "line")):
-        monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
+        monkeypatch.setattr(owner, name, recorded(name, getattr(owner, name)))
 
     rank = FakeRank(layers=160, heads=range(40))
     await service.store(rank, rank.started())
     for step in range(1, 4):
         await service.store(rank, rank.sample(step))
     for path in LARGE:
-        worked.clear()
-        answer = await service.client.get(path)
-        assert answer.status_code == 200
-        assert worked["execute"]
-        assert worked["line" if path == "/metrics" else "model_dump_json"]
-        assert all(loop not in threads for threads in worked.values()), path
+        threads_by_call.clear()
+        response = await service.client.get(path)
+        assert response.status_code == 200
+        assert threads_by_call["execute"]
+        assert threads_by_call["line" if path == "/metrics" else "model_dump_json"]
+        assert all(loop not in threads for threads in threads_by_call.values()), path

@@ -1,5 +1,7 @@
-"""An agent of a build to come, this service, a store that another build left, and batches of every released version as
-they were on the wire: nothing is lost. A new version adds golden files; the old ones never change."""
+"""Upgrades lose nothing: batches of newer agents, stores of older builds, and recorded batches of released versions.
+
+A new wire version adds golden files; existing ones never change.
+"""
 
 import json
 import re
@@ -11,7 +13,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from tests.server import golden_store as old
+from tests.server import golden_store
 
 from foreshock.contract import wire
 from foreshock.contract.wire import WIRE_VERSION, Batch, Event, Unknown
@@ -22,18 +24,18 @@ pytestmark = pytest.mark.promise("S16")
 JSON = {"content-type": "application/json"}
 
 
-async def answer_at(service: Any, address: str) -> Any:
-    """The JSON at an address with its query."""
-    answer = await service.client.get(address)
-    assert answer.status_code == 200, (address, answer.text)
-    return answer.json()
+async def get_json(service: Any, address: str) -> Any:
+    """The JSON at a path with its query."""
+    response = await service.client.get(address)
+    assert response.status_code == 200, (address, response.text)
+    return response.json()
 
 
-# ---- a newer agent, this service ------------------------------------------------------------------------------------
+# ---- batches of a newer agent ---------------------------------------------------------------------------------------
 
 
 def newest_batch() -> dict[str, Any]:
-    """What an agent of a version to come may send: more slots, fields, kinds and modes."""
+    """A batch that a newer agent may send, with unknown slots, fields, event kinds and modes."""
     rank = FakeRank()
     switched = rank.answer(wire.Command(id="c", mode="row_corrected", reason="", issued_by="ann"), 3)
     batch: dict[str, Any] = json.loads(
@@ -51,10 +53,10 @@ def newest_batch() -> dict[str, Any]:
 
 
 async def test_batch_of_newer_agent_is_stored_with_unknown_slots(service: Any, tmp_path: Path) -> None:
-    said = newest_batch()
+    batch = newest_batch()
 
-    answer = await service.client.post("/v1/batches", content=json.dumps(said), headers=JSON)
-    assert answer.status_code == 200, answer.text
+    response = await service.client.post("/v1/batches", content=json.dumps(batch), headers=JSON)
+    assert response.status_code == 200, response.text
     found = await service.get("/v1/runs/run-1")
     assert found["mitigation"] == "row_corrected"
     own = await service.get("/v1/runs/run-1/matrix", metric="head.score_max")
@@ -62,29 +64,29 @@ async def test_batch_of_newer_agent_is_stored_with_unknown_slots(service: Any, t
 
     with sqlite3.connect(tmp_path / "foreshock.db") as database:
         [(blob,)] = database.execute("select arrays from samples").fetchall()
-    sent = wire.Array.model_validate(said["events"][1]["states"]).numpy()
+    sent = wire.Array.model_validate(batch["events"][1]["states"]).numpy()
     assert sent.tobytes() in blob
 
 
-# ---- an old store ---------------------------------------------------------------------------------------------------
+# ---- store of an older build ----------------------------------------------------------------------------------------
 
 
-def assert_holds(now: Any, was: Any, at: str, within: float = 0.0) -> None:
-    """All that was answered is answered still; more may be."""
-    if isinstance(was, dict):
-        for key, value in was.items():
-            assert key in now, f"{at}.{key}"
-            assert_holds(now[key], value, f"{at}.{key}", within)
-    elif isinstance(was, list):
-        assert len(now) == len(was), at
-        for i, (one, other) in enumerate(zip(now, was, strict=True)):
-            assert_holds(one, other, f"{at}.{i}", within)
+def assert_contains(new: Any, old: Any, at: str, within: float = 0.0) -> None:
+    """Assert that the new response contains everything from the old one; it may contain more."""
+    if isinstance(old, dict):
+        for key, value in old.items():
+            assert key in new, f"{at}.{key}"
+            assert_contains(new[key], value, f"{at}.{key}", within)
+    elif isinstance(old, list):
+        assert len(new) == len(old), at
+        for i, (one, other) in enumerate(zip(new, old, strict=True)):
+            assert_contains(one, other, f"{at}.{i}", within)
     else:
-        assert now == was or (within and now == pytest.approx(was, rel=within)), at
+        assert new == old or (within and new == pytest.approx(old, rel=within)), at
 
 
 def of_worst_heads(curves: Any) -> Any:
-    """Curves; of worst heads the largest value of each point and whose it is: they were found once a point then."""
+    """Curves with worst heads reduced to the largest value per point, because older builds had one head per point."""
     for line in curves["lines"]:
         if line["worst_head"] is not None:
             ends = zip(line.pop("low"), line["high"], strict=True)
@@ -95,11 +97,11 @@ def of_worst_heads(curves: Any) -> Any:
 
 @pytest.fixture
 def old_store(tmp_path: Path) -> None:
-    """The store of another build, before the service opens it."""
-    old.store_at(tmp_path / "foreshock.db")
-    unreadable.clear()  # what tests before this one left in this process
-    with sqlite3.connect(tmp_path / "foreshock.db") as database:  # as if it had been left a minute ago
-        # All moved by as much: which run was heard of last is the order of the list.
+    """The store of an older build, before the service opens it."""
+    golden_store.store_at(tmp_path / "foreshock.db")
+    unreadable.clear()  # entries of earlier tests in this process
+    with sqlite3.connect(tmp_path / "foreshock.db") as database:  # as if the older build had just stopped
+        # Move all times equally, because the list is sorted by them.
         database.execute("update runs set last_seen = last_seen + ? - (select max(last_seen) from runs)", [time.time()])
         database.execute("update boots set stepped = ? where stepped is not null", [time.time()])
         database.execute("update commands set expires = ? where expires is not null", [time.time() + 3600])
@@ -108,29 +110,29 @@ def old_store(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("old_store")
 @pytest.mark.settings(verify_steps=0, finished_run_seconds=1e6, silent_run_seconds=1e6)
 async def test_old_store_is_migrated_and_reads_as_before(service: Any) -> None:
-    was = old.answers()
-    for path, answered in was.items():
+    expected_responses = golden_store.responses()
+    for path, expected in expected_responses.items():
         if path == "/metrics":
             continue
-        now = await answer_at(service, path)
+        now = await get_json(service, path)
         if path == "/v1/catalog":
             known = {metric["key"]: metric for metric in now["metrics"]}
-            assert {metric["key"] for metric in answered["metrics"]} <= known.keys()
+            assert {metric["key"] for metric in expected["metrics"]} <= known.keys()
             continue
-        if path.startswith("/v1/audit"):  # its rows were chained by hashes then
+        if path.startswith("/v1/audit"):  # older builds chained the rows by hashes
             chained = {"hash", "previous_hash"}
-            answered = {"rows": [{k: row[k] for k in row.keys() - chained} for row in answered["rows"]]}
+            expected = {"rows": [{k: row[k] for k in row.keys() - chained} for row in expected["rows"]]}
         if "/curves" in path:
-            now, answered = of_worst_heads(now), of_worst_heads(answered)
-        if answered.get("measured_step") is not None:  # of the sample, or of the roll-up's bucket that holds it
-            assert 0 <= answered.pop("measured_step") - now["measured_step"] < BUCKET
-        within = 1e-6 if "/curves" in path else 0.0  # roll-ups, which are built again meanwhile, have single precision
-        assert_holds(reworded(timeless(now)), reworded(timeless(answered)), path, within)
+            now, expected = of_worst_heads(now), of_worst_heads(expected)
+        if expected.get("measured_step") is not None:  # the step of the sample, or of its bucket in a roll-up
+            assert 0 <= expected.pop("measured_step") - now["measured_step"] < BUCKET
+        within = 1e-6 if "/curves" in path else 0.0  # roll-ups have single precision
+        assert_contains(without_wording(without_times(now)), without_wording(without_times(expected)), path, within)
     metrics = (await service.client.get("/metrics")).text
-    missing = series_of(was["/metrics"]) - series_of(metrics)
-    assert all("stable_softmax" in line for line in missing)  # a mode that went: counted as another one
+    missing = series_of(expected_responses["/metrics"]) - series_of(metrics)
+    assert all("stable_softmax" in line for line in missing)  # a removed mode, now counted as `other`
     assert "foreshock_service_unreadable_rows 0.0" in metrics
-    warned = 0  # runs recorded before there were incidents have them all the same
+    warned = 0  # runs recorded before incidents existed have them, too
     for row in (await service.get("/v1/runs", limit=500))["runs"]:
         found = (await service.get(f"/v1/runs/{row['run']}/incidents"))["incidents"]
         heads = {(w["layer"], w["head"]) for w in (await service.get(f"/v1/runs/{row['run']}"))["warnings"]}
@@ -138,7 +140,7 @@ async def test_old_store_is_migrated_and_reads_as_before(service: Any) -> None:
         assert shown == heads, row["run"]
         warned += bool(heads)
     assert warned
-    # ... and it is written on: the run goes on where it stood. Its open order is for a mode that went since.
+    # The run continues in the migrated store. Its open order is for a removed mode.
     first = FakeRank(run="golden/ranks", rank=0, boot="b0")
     first.sequence = 1000
     assert not (await service.store(first, first.sample(1500, 1400))).commands
@@ -148,27 +150,27 @@ async def test_old_store_is_migrated_and_reads_as_before(service: Any) -> None:
 _CLOCKS = {"first_seen_unix_seconds", "last_seen_unix_seconds", "last_step_unix_seconds", "expires_unix_seconds"}
 
 
-def timeless(value: Any) -> Any:
-    """An answer without what the test moved or the clock moves."""
+def without_times(value: Any) -> Any:
+    """A response without the times that the test or the clock changes."""
     if isinstance(value, dict):
-        return {key: timeless(inner) for key, inner in value.items() if key not in _CLOCKS}
-    return [timeless(inner) for inner in value] if isinstance(value, list) else value
+        return {key: without_times(inner) for key, inner in value.items() if key not in _CLOCKS}
+    return [without_times(inner) for inner in value] if isinstance(value, list) else value
 
 
-def reworded(value: Any, *, incident: bool = False) -> Any:
-    """An answer in which an incident's sentence only is there, since each version makes it from what is stored, without
-    the latest step of a forecast, which no version since filled."""
+def without_wording(value: Any, *, incident: bool = False) -> Any:
+    """A response with only the presence of incident sentences, whose words differ between versions, and without the
+    latest step of forecasts, which newer versions do not fill."""
     if isinstance(value, dict):
         return {
-            key: bool(inner) if incident and key == "sentence" else reworded(inner, incident=key == "incidents")
+            key: bool(inner) if incident and key == "sentence" else without_wording(inner, incident=key == "incidents")
             for key, inner in value.items()
             if key not in ("forecast_high_steps", "harm_last_step")
         }
-    return [reworded(inner, incident=incident) for inner in value] if isinstance(value, list) else value
+    return [without_wording(inner, incident=incident) for inner in value] if isinstance(value, list) else value
 
 
 def series_of(exposition: str) -> set[str]:
-    """Every series about runs with its value, without those that tell the time, and without an incident's sentences."""
+    """All series of runs with their values, without times and without the sentences of incidents."""
     lines = (
         re.sub(r'\b(done|sentence|to_do)="[^"]+"', r"\1", line) for line in exposition.splitlines() if 'run="' in line
     )
@@ -188,7 +190,7 @@ GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = range(1, WIRE_VERSION + 1)
 _WHEN = {"first_seen_unix_seconds", "last_seen_unix_seconds", "unix_seconds", "id"}
 _SKIPPED = {"revision", "loss_max", "retries", "spool_bytes", "oldest_unsent_seconds"}
-"""Fields that agents sent and nothing read."""
+"""Fields that agents sent but the service never read."""
 
 
 def golden_lines(version: int) -> list[str]:
@@ -202,19 +204,19 @@ def without(names: set[str], value: Any) -> Any:
 
 
 def without_clock(value: Any) -> Any:
-    """An answer without what depends on the clock or on the order of arrival."""
+    """A response without values that depend on the clock or on the order of arrival."""
     return without(_WHEN, value)
 
 
 async def state_of(service: Any) -> Any:
-    """Everything that a reader can ask of the golden run."""
+    """All responses about the golden run."""
     run = "/v1/runs/golden/run-1"
     state: dict[str, Any] = {"run": without_clock(await service.get(run))}
     for metric in ("run.loss", "run.grad_norm", "run.worst_risk"):
         state[metric] = (await service.get(f"{run}/curves", line=metric))["lines"]
     for metric in ("head.score_offset", "head.query_norm", "head.mode"):
         state[metric] = without_clock(await service.get(f"{run}/matrix", metric=metric))
-    kinds = ["started", "verdict", "switched", "command", "finished"]  # incidents open and close in another order
+    kinds = ["started", "verdict", "switched", "command", "finished"]  # the order of incident events depends on arrival
     found = without_clock(await service.get(f"{run}/events", kind=kinds))["events"]
     state["events"] = sorted(found, key=json.dumps)
     return state
@@ -225,10 +227,10 @@ async def state_of(service: Any) -> Any:
 async def test_batches_of_released_version_give_the_same_state(service: Any, version: int, order: int) -> None:
     for line in golden_lines(version)[::order]:
         headers = {"content-type": "application/json"}
-        answer = await service.client.post("/v1/batches", content=line, headers=headers)
-        assert answer.status_code == 200, answer.text
-    meant = json.loads((GOLDEN / f"wire_{version}_state.json").read_text("utf-8"))
-    assert_holds(await state_of(service), meant, "state")
+        response = await service.client.post("/v1/batches", content=line, headers=headers)
+        assert response.status_code == 200, response.text
+    expected = json.loads((GOLDEN / f"wire_{version}_state.json").read_text("utf-8"))
+    assert_contains(await state_of(service), expected, "state")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -240,11 +242,11 @@ def test_golden_batch_round_trips_unchanged(version: int) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_golden_batches_cover_every_event_kind_with_known_fields(version: int) -> None:
-    said: dict[str, set[str]] = {}
+    sent: dict[str, set[str]] = {}
     for line in golden_lines(version):
         for event in json.loads(line)["events"]:
-            said.setdefault(event["kind"], set()).update(key for key, value in event.items() if value is not None)
+            sent.setdefault(event["kind"], set()).update(key for key, value in event.items() if value is not None)
     known = [kind for kind in get_args(get_args(Event)[0]) if kind is not Unknown]
     kinds = {kind.model_fields["kind"].default: set(kind.model_fields) for kind in known}
-    assert set(said) == set(kinds)
-    assert all(said[kind] - _SKIPPED <= fields for kind, fields in kinds.items())
+    assert set(sent) == set(kinds)
+    assert all(sent[kind] - _SKIPPED <= fields for kind, fields in kinds.items())

@@ -1,4 +1,4 @@
-"""What people ask of the service, what they say of a run, and its end: told to others, audited, on both stores."""
+"""API routes: queries, descriptions of runs and deletion, on both databases."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from foreshock.server.store.schema import metadata, runs
 from foreshock.server.testing import FakeRank
 
 
-async def trained(service: Any, run: str, ended: bool = False) -> FakeRank:
-    """A run with two samples, a warning, and perhaps an end."""
+async def store_run(service: Any, run: str, ended: bool = False) -> FakeRank:
+    """Store a run with two samples and a warning, and optionally its end."""
     rank = FakeRank(run=run)
     events = [rank.started(), rank.sample(1), rank.sample(2), rank.verdict(2)]
     if ended:
@@ -23,8 +23,8 @@ async def trained(service: Any, run: str, ended: bool = False) -> FakeRank:
     return rank
 
 
-async def everything(service: Any) -> dict[str, int]:
-    """How many rows each table has that belongs to runs."""
+async def row_counts(service: Any) -> dict[str, int]:
+    """The number of rows in each table with data of runs."""
     found = {}
     with service.app.state.store.reader.engine.begin() as connection:
         for table in metadata.sorted_tables:
@@ -35,16 +35,16 @@ async def everything(service: Any) -> dict[str, int]:
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("on_both")
+@pytest.mark.usefixtures("both_databases")
 async def test_run_description_is_stored_searchable_and_audited(service: Any) -> None:
-    rank = await trained(service, "sweep/lr-6e-4/seed-11")
-    await trained(service, "sweep/lr-3e-4/seed-12")
-    listed = await service.get("/v1/runs")  # what the service keeps of a run must not outlive what is said of it
+    rank = await store_run(service, "sweep/lr-6e-4/seed-11")
+    await store_run(service, "sweep/lr-3e-4/seed-12")
+    listed = await service.get("/v1/runs")  # fills the cache, which a new description must invalidate
     assert {run["display_name"] for run in listed["runs"]} == {None}
-    said = {"display_name": "Große Hoffnung", "tags": ["keep", "baseline", "keep"], "notes": "two lines\nof it"}
-    answer = await service.client.patch("/v1/runs/sweep/lr-6e-4/seed-11", json={"who": "Ada", **said})
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["notes"] == "two lines\nof it"
+    description = {"display_name": "Große Hoffnung", "tags": ["keep", "baseline", "keep"], "notes": "two lines\nof it"}
+    response = await service.client.patch("/v1/runs/sweep/lr-6e-4/seed-11", json={"who": "Ada", **description})
+    assert response.status_code == 200, response.text
+    assert response.json()["notes"] == "two lines\nof it"
 
     [named] = [run for run in (await service.get("/v1/runs"))["runs"] if run["display_name"]]
     assert (named["run"], named["tags"]) == ("sweep/lr-6e-4/seed-11", ["baseline", "keep"])
@@ -52,11 +52,11 @@ async def test_run_description_is_stored_searchable_and_audited(service: Any) ->
         found = await service.get("/v1/runs", search=search)
         assert [run["run"] for run in found["runs"]] == ["sweep/lr-6e-4/seed-11"], search
 
-    answer = await service.client.patch(
+    response = await service.client.patch(
         "/v1/runs/sweep/lr-6e-4/seed-11", json={"who": "Grace", "tags": [], "display_name": ""}
     )
-    assert (answer.json()["tags"], answer.json()["display_name"]) == ([], None)
-    assert answer.json()["notes"] == "two lines\nof it", "what is left out stays"
+    assert (response.json()["tags"], response.json()["display_name"]) == ([], None)
+    assert response.json()["notes"] == "two lines\nof it", "omitted fields must not change"
     events = (await service.get(f"/v1/runs/{rank.run}/events", kind="described"))["events"]
     assert [event["sentence"] for event in events] == [
         "Grace (local) changed the run's display name and tags.",
@@ -67,55 +67,55 @@ async def test_run_description_is_stored_searchable_and_audited(service: Any) ->
         ("Grace (local)", "described", rank.run),
         ("Ada (local)", "described", rank.run),
     ]
-    assert trail["rows"][1]["details"] == {**said, "tags": ["baseline", "keep"]}
+    assert trail["rows"][1]["details"] == {**description, "tags": ["baseline", "keep"]}
     await service.client.patch(f"/v1/runs/{rank.run}", json={"who": "Grace", "tags": []})
-    assert len((await service.get("/v1/audit"))["rows"]) == 2, "what changes nothing is no row"
-    await service.store(rank, rank.sample(3))  # the run continues under its name
+    assert len((await service.get("/v1/audit"))["rows"]) == 2, "a request without a change must not be audited"
+    await service.store(rank, rank.sample(3))  # the run still receives samples under its name
     assert (await service.get(f"/v1/runs/{rank.run}"))["last_step"] == 3
 
 
 @pytest.mark.promise("S20")
 async def test_invalid_run_description_is_refused_with_reason(service: Any) -> None:
-    await trained(service, "plain")
-    many = [f"t{i}" for i in range(33)]
+    await store_run(service, "plain")
+    tags = [f"t{i}" for i in range(33)]
     refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({"tags": ["a=b"]}, "Contains a comma or an equals sign, which a tag must not: NAME=VALUE is a label"),
         ({"tags": ["a,b"]}, "Contains a comma or an equals sign"),
         ({"tags": [""]}, "Has 0 characters; no fewer than 1 are allowed"),
         ({"tags": ["x" * 65]}, "Has 65 characters; at most 64 are allowed"),
         ({"tags": [" blank"]}, ""),
-        ({"tags": many}, "List should have at most 32 items after validation, not 33"),
+        ({"tags": tags}, "List should have at most 32 items after validation, not 33"),
         ({"display_name": "two\nlines"}, ""),
         ({"display_name": "x" * 129}, "Has 129 characters; at most 128 are allowed"),
         ({"notes": "a\x00b"}, "NUL"),
         ({"notes": "x" * 4001}, "Has 4001 characters"),
         ({"name": "other"}, "Extra inputs"),
     )
-    for said, words in refused:
-        answer = await service.client.patch("/v1/runs/plain", json={"who": "Ada", **said})
-        assert answer.status_code == 422, said
-        [error] = answer.json()["errors"]
-        assert words in error["message"] != "", error
+    for description, message in refused:
+        response = await service.client.patch("/v1/runs/plain", json={"who": "Ada", **description})
+        assert response.status_code == 422, description
+        [error] = response.json()["errors"]
+        assert message in error["message"] != "", error
     assert (await service.get("/v1/audit"))["rows"] == []
 
 
-@pytest.mark.usefixtures("on_both")
+@pytest.mark.usefixtures("both_databases")
 async def test_deleted_run_leaves_no_rows_and_its_reused_id_is_not_confused(
     service: Any,
 ) -> None:
-    await trained(service, "stays")
-    alone = await everything(service)
-    await trained(service, "a/deleted", ended=True)
+    await store_run(service, "stays")
+    remaining = await row_counts(service)
+    await store_run(service, "a/deleted", ended=True)
     order = {"who": "Ada", "reason": "a typing error", "mode": "exact_delta", "dry_run": True}
     for run in ("stays", "a/deleted"):
         await service.client.post(f"/v1/runs/{run}/commands", json=order)
-    alone |= {"commands": 1, "events": alone["events"] + 1}
-    assert (await everything(service))["samples"] == 4
-    for path in ("/v1/runs", "/metrics"):  # what is made of it now is kept
+    remaining |= {"commands": 1, "events": remaining["events"] + 1}
+    assert (await row_counts(service))["samples"] == 4
+    for path in ("/v1/runs", "/metrics"):  # fills the caches
         assert "a/deleted" in (await service.client.get(path)).text
     deleted = await service.client.delete("/v1/runs/a/deleted", params={"who": "Ada", "reason": "a typing error"})
     assert deleted.status_code == 204, deleted.text
-    assert await everything(service) == alone
+    assert await row_counts(service) == remaining
     assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == ["stays"]
     assert (await service.client.get("/v1/runs/a/deleted")).status_code == 404
     rows = (await service.get("/v1/audit"))["rows"]
@@ -123,17 +123,17 @@ async def test_deleted_run_leaves_no_rows_and_its_reused_id_is_not_confused(
         ("deleted", "a/deleted", {"reason": "a typing error"}),
         ("deletion begun", "a/deleted", {"reason": "a typing error"}),
     ]
-    again = await service.client.delete("/v1/runs/a/deleted", params={"who": "Ada", "reason": "once more"})
-    assert again.status_code == 404
-    await trained(service, "next", ended=True)  # SQLite gives it the number of the newest that was deleted
+    repeated = await service.client.delete("/v1/runs/a/deleted", params={"who": "Ada", "reason": "once more"})
+    assert repeated.status_code == 404
+    await store_run(service, "next", ended=True)  # SQLite reuses the id of the deleted run
     assert [run["run"] for run in (await service.get("/v1/runs"))["runs"]] == ["next", "stays"]
     assert 'run="a/deleted"' not in (shown := (await service.client.get("/metrics")).text)
     assert 'run="next"' in shown
 
 
-@pytest.mark.usefixtures("on_both")
+@pytest.mark.usefixtures("both_databases")
 async def test_training_run_cannot_be_deleted_but_silent_run_can(service: Any) -> None:
-    rank = await trained(service, "trains")
+    rank = await store_run(service, "trains")
     order = {"who": "Ada", "reason": "by mistake"}
     refused = await service.client.delete("/v1/runs/trains", params=order)
     assert refused.status_code == 409
@@ -142,7 +142,7 @@ async def test_training_run_cannot_be_deleted_but_silent_run_can(service: Any) -
     with service.app.state.store.writer.engine.begin() as connection:
         connection.execute(runs.update().values(last_seen=runs.c.last_seen - 301))
     assert (await service.client.delete("/v1/runs/trains", params=order)).status_code == 204
-    await service.store(rank, rank.sample(9))  # its training lived after all: it is there again, from here on
+    await service.store(rank, rank.sample(9))  # the training still ran, so the run reappears with new samples
     assert (await service.get("/v1/runs/trains"))["last_step"] == 9
 
 
@@ -186,10 +186,10 @@ def test_actions_require_a_name_and_a_reason(model: type[BaseModel], body: dict[
 )
 async def test_invalid_query_gets_clear_error(service: Any, rank: FakeRank, path: str, status: int, word: str) -> None:
     await service.store(rank, rank.started(), rank.sample(1))
-    answer = await service.client.get(path)
-    assert answer.status_code == status
-    assert word in answer.json()["detail"]
-    assert answer.headers["content-type"] == "application/problem+json"
+    response = await service.client.get(path)
+    assert response.status_code == status
+    assert word in response.json()["detail"]
+    assert response.headers["content-type"] == "application/problem+json"
 
 
 async def test_run_name_may_contain_slashes_dots_and_colons(service: Any) -> None:
@@ -197,8 +197,8 @@ async def test_run_name_may_contain_slashes_dots_and_colons(service: Any) -> Non
     await service.store(rank, rank.started(), rank.sample(1))
     for tail in ("", "/curves", "/matrix", "/events", "/commands"):
         path = f"/v1/runs/team/%2E%2E/a:b.c/x{tail}"
-        answer = await service.client.get(path, params={"metric": "head.score_max", "line": "head.score_max"})
-        assert answer.status_code == 200, path
+        response = await service.client.get(path, params={"metric": "head.score_max", "line": "head.score_max"})
+        assert response.status_code == 200, path
 
 
 async def test_run_shows_kv_heads_and_head_dims_only_if_known(
@@ -213,14 +213,14 @@ async def test_run_shows_kv_heads_and_head_dims_only_if_known(
 
 
 async def test_catalogue_gives_scales_levels_and_chart_order_of_every_metric(service: Any) -> None:
-    served = {entry["key"]: entry for entry in (await service.get("/v1/catalog"))["metrics"]}
-    assert set(served) == {metric.key for metric in BY_KEY.values() if metric.has_series}
-    for key, entry in served.items():
+    catalogue = {entry["key"]: entry for entry in (await service.get("/v1/catalog"))["metrics"]}
+    assert set(catalogue) == {metric.key for metric in BY_KEY.values() if metric.has_series}
+    for key, entry in catalogue.items():
         metric = BY_KEY[key]
         assert (entry["signed"], entry["scale"], entry["percent"]) == (metric.signed, metric.scale, metric.percent)
         assert (entry["levels"] is None) == (metric.levels is None)
-    assert served["head.score_max"]["levels"] == {"alarm": 512.0, "watch": 100.0, "below": False}
-    assert served["head.mode"]["chart"] is None
-    first = [key for key, entry in served.items() if entry["chart"] == "first"]
+    assert catalogue["head.score_max"]["levels"] == {"alarm": 512.0, "watch": 100.0, "below": False}
+    assert catalogue["head.mode"]["chart"] is None
+    first = [key for key, entry in catalogue.items() if entry["chart"] == "first"]
     assert first[:2] == ["head.score_offset", "head.score_max"]
     assert first == sorted(first, key=lambda key: BY_KEY[key].chart or 0)

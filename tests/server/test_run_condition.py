@@ -1,4 +1,4 @@
-"""One state of a run, with its severity, for page, API and command line."""
+"""The condition and severity of a run are the same on the page, in the API and on the command line."""
 
 import math
 from typing import Any
@@ -55,8 +55,8 @@ def test_condition_and_severity_follow_status_silence_loss_and_incidents(
 def test_list_detail_and_cli_agree_on_run_with_nonfinite_loss(
     live_service: LiveService,
 ) -> None:
-    calm, failing, ended = (FakeRank(run=name) for name in ("calm", "failing", "ended"))
-    for rank, loss in ((failing, math.nan), (calm, 3.0), (ended, 3.0)):
+    healthy, failing, ended = (FakeRank(run=name) for name in ("healthy", "failing", "ended"))
+    for rank, loss in ((failing, math.nan), (healthy, 3.0), (ended, 3.0)):
         live_service.post(rank.batch(rank.started(), rank.sample(1, loss=loss)))
     live_service.post(ended.batch(Finished(step=1, unix_seconds=1.0, status="completed")))
     with live_service.client() as client:
@@ -66,6 +66,6 @@ def test_list_detail_and_cli_agree_on_run_with_nonfinite_loss(
     assert {key: one[key] for key in ("condition", "severity", "urgency")} == {
         key: listed["failing"][key] for key in ("condition", "severity", "urgency")
     }
-    said = foreshock("runs", "--url", live_service.url).output.splitlines()
-    assert [line.split()[0] for line in said[1:4]] == ["failing", "calm", "ended"]
-    assert said[1].split()[1:3] == ["active", "critical"]
+    rows = foreshock("runs", "--url", live_service.url).output.splitlines()
+    assert [line.split()[0] for line in rows[1:4]] == ["failing", "healthy", "ended"]
+    assert rows[1].split()[1:3] == ["active", "critical"]

@@ -91,7 +91,7 @@ def test_invalid_setting_is_refused_at_startup(
 
 @pytest.mark.promise("S7")
 def test_two_tokens_with_the_same_secret_are_refused() -> None:
-    """A token meant to read would do what another one may, if their secrets were the same."""
+    """Otherwise a read token would have the scopes of the other token."""
     own = Token.of("everything", SECRET, ("admin",))
     with pytest.raises(ValidationError, match="tokens look and everything have the same secret"):
         Settings(tokens=(Token.of("look", SECRET, ("read",)), own))
@@ -115,11 +115,11 @@ def test_database_password_is_never_shown(tmp_path: Path) -> None:
     url = "postgresql://foreshock:a-secret-word@127.0.0.1:1/foreshock"
     settings = Settings(database_url=url)
     assert "a-secret-word" not in repr(settings) + str(settings)
-    run = {**os.environ, "FORESHOCK_DATABASE_URL": url, "FORESHOCK_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "foreshock.server"], env=run, capture_output=True, text=True, timeout=120
+    environment = {**os.environ, "FORESHOCK_DATABASE_URL": url, "FORESHOCK_PORT": "0"}
+    finished = subprocess.run(
+        [sys.executable, "-P", "-m", "foreshock.server"], env=environment, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 2
-    assert done.stderr.startswith("the database cannot be used: ")
-    assert "Traceback" not in done.stderr
-    assert "a-secret-word" not in done.stdout + done.stderr
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("the database cannot be used: ")
+    assert "Traceback" not in finished.stderr
+    assert "a-secret-word" not in finished.stdout + finished.stderr

@@ -1,4 +1,4 @@
-"""A store that fails under the service: what is acknowledged is kept, and all goes on when the fault is gone."""
+"""Faults of the store: acknowledged batches are preserved, and ingest resumes when the fault is over."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from sqlalchemy import event
-from tests.server import golden_store as old
+from tests.server import golden_store
 from tests.server.senders import Sender
 
 from foreshock.server import recorder
@@ -28,17 +28,17 @@ pytestmark = pytest.mark.promise("S1")
 
 
 def sent(client: httpx.Client, rank: FakeRank, step: int) -> int:
-    """Send the batch of a step; the status."""
+    """Send the batch of a step and return the status code."""
     batch = rank.batch(rank.started(), rank.sample(step, loss=float(step)), sequence=step)
     return post(client, batch).status_code
 
 
 @contextmanager
 def full_disk(service: LiveService) -> Iterator[None]:
-    """The store's log, to which every write is appended, grows no more, as if its disk were full."""
-    most = (service.folder / "foreshock.db-wal").stat().st_size
+    """Limit the size of the write-ahead log to its current size, as if the disk were full."""
+    limit = (service.folder / "foreshock.db-wal").stat().st_size
     _, hard = resource.prlimit(service.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(service.pid, resource.RLIMIT_FSIZE, (most, hard))
+    resource.prlimit(service.pid, resource.RLIMIT_FSIZE, (limit, hard))
     try:
         yield
     finally:
@@ -49,17 +49,19 @@ async def test_batches_waiting_for_locked_database_fail_together_with_503(servic
     ranks = [FakeRank(run=f"run-{number}") for number in range(12)]
     for rank in ranks:
         await service.store(rank, rank.started())
-    engine, tries = service.app.state.store.writer.engine, list[str]()
+    engine, statements = service.app.state.store.writer.engine, list[str]()
     raw = engine.raw_connection()
     raw.driver_connection.execute("PRAGMA busy_timeout = 1100")
     raw.close()
-    event.listen(engine, "before_cursor_execute", lambda _c, _k, statement, *_: tries.append(statement))
+    event.listen(engine, "before_cursor_execute", lambda _c, _k, statement, *_: statements.append(statement))
     with closing(sqlite3.connect(tmp_path / "foreshock.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        answers = await asyncio.gather(*(service.post(rank.batch(rank.sample(1))) for rank in ranks))
-        assert {answer.status_code for answer in answers} == {503}
-        assert all("retry-after" in answer.headers for answer in answers)
-        assert 0 < tries.count("BEGIN IMMEDIATE") < len(ranks) / 2, "not each by itself; a chore may try too"
+        responses = await asyncio.gather(*(service.post(rank.batch(rank.sample(1))) for rank in ranks))
+        assert {response.status_code for response in responses} == {503}
+        assert all("retry-after" in response.headers for response in responses)
+        assert 0 < statements.count("BEGIN IMMEDIATE") < len(ranks) / 2, (
+            "batches wait together; a chore may also try to write"
+        )
     for rank in ranks:
         assert (await service.post(rank.batch(rank.sample(1), sequence=2))).status_code == 200
 
@@ -74,17 +76,17 @@ def test_full_disk_refuses_batches_and_ingest_resumes_when_space_returns(
             assert sent(client, rank, step) == 200
         with full_disk(service):
             assert {sent(client, rank, step) for step in range(6, 16)} == {503}
-            time.sleep(1.1)  # past the answer that is kept
+            time.sleep(1.1)  # /readyz returns the same response for a second
             assert client.get("/readyz").status_code == 503
             assert client.get("/healthz").status_code == 200
             assert client.get("/v1/runs/run-1").json()["last_step"] == 5
         for step in range(6, 16):
-            assert sent(client, rank, step) == 200, "what was refused is taken when it comes again"
+            assert sent(client, rank, step) == 200, "a refused batch is stored when it is sent again"
         time.sleep(1.1)
         assert client.get("/readyz").status_code == 200
-    kept = samples_by_batch(tmp_path / "foreshock.db")
-    assert set(kept) == {(0, step) for step in range(1, 16)}
-    assert set(kept.values()) == {1}
+    stored = samples_by_batch(tmp_path / "foreshock.db")
+    assert set(stored) == {(0, step) for step in range(1, 16)}
+    assert set(stored.values()) == {1}
 
 
 @pytest.mark.promise("S17")
@@ -112,7 +114,7 @@ def test_repeatedly_killed_migration_loses_no_sample(
     rows = 0
     for turn in range(kills):
         if turn % 10 == 0:
-            old.store_at(path)
+            golden_store.store_at(path)
             rows = _counts(path)["samples"]
         migrating = subprocess.Popen(
             [sys.executable, "-P", "-c", _MIGRATE, f"sqlite:///{path}"], stdout=subprocess.PIPE, text=True
@@ -151,7 +153,7 @@ def _counts(path: Path) -> dict[str, int]:
 def test_kill_9_under_load_loses_and_duplicates_no_acknowledged_batch(
     tmp_path: Path, sizes: Any, record_property: Callable[[str, Any], None]
 ) -> None:
-    """Each kill is at a random moment, while three ranks send without end."""
+    """The service is killed at random moments while three ranks send continuously."""
     most, until = sizes("service_kills", quick=2, long=500), sizes.until()
     when = random.Random(sizes("seed", quick=7, long=7))
     sent: set[tuple[int, int]] = set()
@@ -165,21 +167,21 @@ def test_kill_9_under_load_loses_and_duplicates_no_acknowledged_batch(
             time.sleep(when.uniform(0.0, 0.5))
             service.kill()
             for sender in senders:
-                sender.stop()  # of the batches, which it numbers from 1 on, the first has no sample
+                sender.stop()  # batch 1 has no sample
                 sent |= {(sender.rank.rank, sequence) for sequence in range(2, sender.acknowledged + 1)}
-    with LiveService(tmp_path):  # recovers what the last kill left
+    with LiveService(tmp_path):  # recovers from the last kill
         pass
-    kept = samples_by_batch(tmp_path / "foreshock.db")
+    stored = samples_by_batch(tmp_path / "foreshock.db")
     record_property("kill -9", kills)
     record_property("batches acknowledged", len(sent))
-    record_property("lost", len(sent - kept.keys()))
-    record_property("doubled", sum(count > 1 for count in kept.values()))
-    assert sent <= kept.keys()
-    assert set(kept.values()) == {1}
+    record_property("lost", len(sent - stored.keys()))
+    record_property("duplicated", sum(count > 1 for count in stored.values()))
+    assert sent <= stored.keys()
+    assert set(stored.values()) == {1}
 
 
 def samples_by_batch(database: Path) -> dict[tuple[int, int], int]:
-    """How many samples each (rank, sequence) left; the test sends one with each."""
+    """The number of samples by (rank, sequence); the test sends one sample in each batch."""
     query = "SELECT rank, sequence, count(*) FROM samples JOIN boots ON boots.id = boot_id GROUP BY boot_id, sequence"
     with closing(sqlite3.connect(database)) as connection:
         return {(rank, sequence): count for rank, sequence, count in connection.execute(query)}

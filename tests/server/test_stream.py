@@ -1,4 +1,4 @@
-"""The stream of events: live, continued where a client left it, and ended in order."""
+"""The event stream: live events, replay after a reconnect, and its end."""
 
 import asyncio
 import gc
@@ -81,12 +81,12 @@ def test_service_stops_cleanly_with_listening_client(live_service: LiveService) 
 
 @contextmanager
 def training(client: httpx.Client) -> Iterator[None]:
-    """While it lasts, a run sends a sample twenty times a second."""
-    rank, over = FakeRank(), threading.Event()
+    """Send a sample of a run twenty times a second during the `with` block."""
+    rank, stopped = FakeRank(), threading.Event()
 
     def train() -> None:
         step = 0
-        while not over.wait(0.05):
+        while not stopped.wait(0.05):
             step += 1
             send(client, rank, rank.sample(step))
 
@@ -95,7 +95,7 @@ def training(client: httpx.Client) -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        stopped.set()
         thread.join()
 
 
@@ -121,7 +121,7 @@ def test_stream_ends_with_its_own_session_only(tmp_path: Path, busy: bool) -> No
             assert ends.post("/v1/logout", headers=csrf, timeout=5.0).status_code == 200
             if busy:
                 stack.enter_context(training(bearer))
-            assert len(list(islice(first, 120))) < 120  # it ends, with little more
+            assert len(list(islice(first, 120))) < 120  # the stream ends soon
             send(bearer, FakeRank(run="news"), FakeRank(run="news").started())
             for lines in (second, third):
                 assert any('"run":"news"' in line for line in lines)
@@ -130,21 +130,21 @@ def test_stream_ends_with_its_own_session_only(tmp_path: Path, busy: bool) -> No
 @pytest.mark.full
 @pytest.mark.promise("S17")
 async def test_client_disconnecting_during_replay_leaves_no_task_behind(service: Any) -> None:
-    """As the framework ends a stream: it cancels again at every turn of the event loop until the stream has ended."""
-    leaves = random.Random(7)
+    """Streams are cancelled as the framework does it: at each iteration of the event loop until they end."""
+    random_delay = random.Random(7)
 
-    async def let_in() -> bool:
+    async def may_read() -> bool:
         return True
 
-    rank, said = FakeRank(), []
+    rank, errors = FakeRank(), []
     for first in range(1, 2000, 500):
         await service.store(rank, *(rank.verdict(n, name=f"warn-{n}") for n in range(first, first + 500)))
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["message"]))
     for _ in range(60):
         client = Client(None, "", "ann", asyncio.Queue(8), resumes=True)
-        with anyio.move_on_after(leaves.uniform(0.0, 0.05)):
-            async for _ in _send_events(service.app.state.broadcaster, client, let_in):
+        with anyio.move_on_after(random_delay.uniform(0.0, 0.05)):
+            async for _ in _send_events(service.app.state.broadcaster, client, may_read):
                 pass
     await asyncio.sleep(0.1)
     gc.collect()
-    assert said == []
+    assert errors == []

@@ -1,4 +1,4 @@
-"""Whoever has a token for some runs learns nothing of the others, and changes nothing of them, at any address."""
+"""A token with a run prefix neither reads nor changes other runs, at any route."""
 
 import json
 import re
@@ -28,12 +28,12 @@ BODIES: dict[str, Any] = {
 
 async def ask(service: Any, secret: str, method: str, path: str, **more: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {secret}", **more.pop("headers", {})}
-    answer: httpx.Response = await service.client.request(method, path, headers=headers, **more)
-    return answer
+    response: httpx.Response = await service.client.request(method, path, headers=headers, **more)
+    return response
 
 
 async def two_tenants(service: Any) -> str:
-    """A run of each, warned about; the id of an order that waits in the one that is not Eve's."""
+    """Create a warned run of each tenant and an open order in the other run; return the id of the order."""
     for name in (OWN, OTHER):
         rank = FakeRank(run=name)
         warned = [rank.verdict(1, head=head, name=f"warn-{head}") for head in rank.layers[0].heads]
@@ -44,8 +44,8 @@ async def two_tenants(service: Any) -> str:
     return str(order.json()["id"])
 
 
-async def told_of(service: Any, run: str) -> list[Any]:
-    """All that a person can read of a run."""
+async def responses_about(service: Any, run: str) -> list[Any]:
+    """All responses about a run."""
     paths = ("", "/events", "/commands", "/incidents")
     return [(await ask(service, ALL, "GET", f"/v1/runs/{run}{path}")).json() for path in paths]
 
@@ -55,22 +55,22 @@ async def told_of(service: Any, run: str) -> list[Any]:
 @pytest.mark.settings(tokens=TOKENS)
 async def test_tenant_cannot_access_runs_and_orders_of_others_at_any_route(service: Any) -> None:
     order = await two_tenants(service)
-    before = await told_of(service, OTHER)
-    asked = 0
+    before = await responses_about(service, OTHER)
+    checked = 0
     for path, methods in service.app.openapi()["paths"].items():
         for method in methods:
             if re.search(r"\{run\}|\{command\}", path):
                 there = path.replace("{run}", OTHER).replace("{command}", order).replace("{how}", "reject")
                 body = BODIES.get(path, {"who": "eve", "reason": "because"}) if method in ("post", "patch") else None
-                answer = await ask(service, EVE, method.upper(), there, json=body)
-                closed = 404 if "{command}" in path else 403
-                assert answer.status_code == closed, (method, path, answer.status_code, answer.text)
-                if closed == 404:  # an id says nothing, not even that it exists
-                    none = await ask(service, EVE, method.upper(), there.replace(order, "none"), json=body)
-                    assert (none.status_code, none.text) == (404, answer.text.replace(order, "none"))
-                asked += 1
-    assert asked >= 15
-    assert await told_of(service, OTHER) == before
+                response = await ask(service, EVE, method.upper(), there, json=body)
+                expected = 404 if "{command}" in path else 403
+                assert response.status_code == expected, (method, path, response.status_code, response.text)
+                if expected == 404:  # the response must not even reveal that the order exists
+                    unknown = await ask(service, EVE, method.upper(), there.replace(order, "none"), json=body)
+                    assert (unknown.status_code, unknown.text) == (404, response.text.replace(order, "none"))
+                checked += 1
+    assert checked >= 15
+    assert await responses_about(service, OTHER) == before
 
 
 @pytest.mark.promise("S7")
@@ -102,8 +102,8 @@ async def test_idempotency_key_of_another_caller_reveals_nothing_to_tenant(servi
 
 
 @pytest.mark.promise("S21")
-def test_responses_to_tenant_do_not_depend_on_events_of_other_tenants(play: Any) -> None:
-    async def story(service: Any, between: int) -> list[Any]:
+def test_responses_to_tenant_do_not_depend_on_events_of_other_tenants(run_scenario: Any) -> None:
+    async def scenario(service: Any, between: int) -> list[Any]:
         own, other = FakeRank(run=OWN), FakeRank(run=OTHER)
 
         async def send(rank: FakeRank, *events: Event) -> None:
@@ -121,28 +121,28 @@ def test_responses_to_tenant_do_not_depend_on_events_of_other_tenants(play: Any)
         assert ids == [4, 3, 2, 1]
         of_run = ("", "/commands", "/incidents", "/matrix?metric=head.score_max", "/curves?line=run.loss")
         paths = (*(f"/v1/runs/{OWN}{path}" for path in of_run), "/v1/runs", "/metrics")
-        answers = [command, page, rest, *[await ask(service, EVE, "GET", path) for path in paths]]
+        responses = [command, page, rest, *[await ask(service, EVE, "GET", path) for path in paths]]
         times = re.compile(r'("\w*unix_seconds":|"next_cursor":"0x|_seconds\{[^}]*\} )[0-9a-f.xp+-]+')
-        return [times.sub(r"\1T", answer.text.replace(command.json()["id"], "ID")) for answer in answers]
+        return [times.sub(r"\1T", response.text.replace(command.json()["id"], "ID")) for response in responses]
 
-    told: dict[int, list[Any]] = {}
+    responses_by_count: dict[int, list[Any]] = {}
     for others in (0, 1000):
 
-        async def tell(service: Any, others: int = others) -> None:
-            told[others] = await story(service, others)
+        async def record(service: Any, others: int = others) -> None:
+            responses_by_count[others] = await scenario(service, others)
 
-        play(tell, f"others-{others}", tokens=TOKENS)
-    assert told[1000] == told[0]
+        run_scenario(record, f"others-{others}", tokens=TOKENS)
+    assert responses_by_count[1000] == responses_by_count[0]
 
 
 @pytest.mark.full
 @pytest.mark.promise("S7")
 @pytest.mark.parametrize(
-    ("back", "replayed"),
+    ("headers", "replayed"),
     [({}, False), ({"last-event-id": f"1 {OWN}"}, True), ({"last-event-id": f"1 {OTHER}"}, False)],
-    ids=["live", "come_back", "guessing"],
+    ids=["live", "reconnected", "guessed id"],
 )
-def test_stream_sends_tenant_only_its_own_runs(back: dict[str, str], replayed: bool, tmp_path: Path) -> None:
+def test_stream_sends_tenant_only_its_own_runs(headers: dict[str, str], replayed: bool, tmp_path: Path) -> None:
     tokens = [token.model_dump(mode="json") for token in TOKENS]
     with LiveService(tmp_path, {"FORESHOCK_TOKENS": json.dumps(tokens)}) as service:
 
@@ -152,18 +152,18 @@ def test_stream_sends_tenant_only_its_own_runs(back: dict[str, str], replayed: b
         own, other = FakeRank(run=OWN), FakeRank(run=OTHER)
         for rank in (other, own):
             send(rank, rank.started(), rank.verdict(1))
-        with service.client(EVE, timeout=60.0) as eve, eve.stream("GET", "/v1/stream", headers=back) as stream:
+        with service.client(EVE, timeout=60.0) as eve, eve.stream("GET", "/v1/stream", headers=headers) as stream:
             lines = stream.iter_lines()
-            heard = [next(lines)]  # it listens
+            received = [next(lines)]  # the stream is open
             for rank in (other, own):
                 send(rank, rank.verdict(2, name="warn-later"), rank.sample(2))
                 send(rank, Finished(step=3, unix_seconds=1.0, status="completed"))
-            while not heard[-1].startswith("event: finished"):
-                heard.append(next(lines))
-            heard.append(next(lines))
-        assert (OWN in "".join(heard), OTHER in "".join(heard)) == (True, False)
-        assert ('"id":"warn-1"' in "".join(heard)) == replayed
-        ids = [line for line in heard if line.startswith("id: ")]
+            while not received[-1].startswith("event: finished"):
+                received.append(next(lines))
+            received.append(next(lines))
+        assert (OWN in "".join(received), OTHER in "".join(received)) == (True, False)
+        assert ('"id":"warn-1"' in "".join(received)) == replayed
+        ids = [line for line in received if line.startswith("id: ")]
         assert ids == [f"id: {number} {OWN}" for number, _ in enumerate(ids, 2 if replayed else 4)]
 
 
@@ -173,7 +173,7 @@ async def test_alerts_of_tenant_affect_only_its_runs_and_not_the_global_watchdog
     service: Any,
 ) -> None:
     await two_tenants(service)
-    before = await told_of(service, OTHER)
+    before = await responses_about(service, OTHER)
     for body, result in (
         (delivery(run=OTHER), "refused: there is no run with this name"),
         (
@@ -181,14 +181,16 @@ async def test_alerts_of_tenant_affect_only_its_runs_and_not_the_global_watchdog
             "ignored: the watchdog needs a token with access to every run",
         ),
     ):
-        answer = await ask(service, EVE, "POST", "/v1/webhooks/alertmanager", json=body)
-        assert (answer.status_code, answer.json()["results"]) == (200, [result])
-    assert await told_of(service, OTHER) == before
-    seen = "foreshock_service_watchdog_timestamp_seconds "
-    assert seen not in (await ask(service, ALL, "GET", "/metrics")).text
-    watched = await ask(service, ALL, "POST", "/v1/webhooks/alertmanager", json=delivery(alertname="ForeshockWatchdog"))
-    assert watched.json()["results"] == ["watchdog"]
-    assert seen in (await ask(service, ALL, "GET", "/metrics")).text
+        response = await ask(service, EVE, "POST", "/v1/webhooks/alertmanager", json=body)
+        assert (response.status_code, response.json()["results"]) == (200, [result])
+    assert await responses_about(service, OTHER) == before
+    series = "foreshock_service_watchdog_timestamp_seconds "
+    assert series not in (await ask(service, ALL, "GET", "/metrics")).text
+    delivered = await ask(
+        service, ALL, "POST", "/v1/webhooks/alertmanager", json=delivery(alertname="ForeshockWatchdog")
+    )
+    assert delivered.json()["results"] == ["watchdog"]
+    assert series in (await ask(service, ALL, "GET", "/metrics")).text
     switched = await ask(service, EVE, "POST", "/v1/webhooks/alertmanager", json=delivery(run=OWN))
     assert switched.json()["results"][0].split(":")[0] == "ordered"
 
@@ -210,7 +212,7 @@ async def test_tenant_admin_cannot_read_audit_trail_or_runs_of_others(service: A
 @pytest.mark.promise("S21")
 @pytest.mark.settings(tokens=TOKENS)
 async def test_run_list_cursors_of_tenant_contain_only_its_own_run_names(service: Any) -> None:
-    """Runs that were heard at one moment, of which every page shows one."""
+    """All runs have the same time of last contact, and every page of the list has one run."""
     for name in ("team-o/1", "team-e/a", "team-o/2", "team-e/b.b", "team-o/3", "team-e/c"):
         assert (await service.post(FakeRank(run=name).batch(FakeRank().sample(1)), secret=ALL)).status_code == 200
     with service.app.state.store.writer.engine.begin() as connection:
@@ -219,8 +221,8 @@ async def test_run_list_cursors_of_tenant_contain_only_its_own_run_names(service
     seen: list[str] = []
     cursors: list[str] = []
     while cursor is not None or not seen:
-        asked: dict[str, Any] = {"limit": 1} if cursor is None else {"limit": 1, "cursor": cursor}
-        page = (await ask(service, EVE, "GET", "/v1/runs", params=asked)).json()
+        query: dict[str, Any] = {"limit": 1} if cursor is None else {"limit": 1, "cursor": cursor}
+        page = (await ask(service, EVE, "GET", "/v1/runs", params=query)).json()
         seen += [run["run"] for run in page["runs"]]
         cursor = page["next_cursor"]
         cursors += [cursor] if cursor else []

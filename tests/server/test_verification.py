@@ -1,4 +1,4 @@
-"""A switch is verified some steps later, and escalated when it did not help."""
+"""Verification of a switch after some steps, and escalation if the growth continues."""
 
 import asyncio
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import select
 from tests.server.orders import ORDER, commands_of, local
 from tests.server.switched_runs import grown, judge, switched
-from tests.server.test_notifier import Out, notifier_of
+from tests.server.test_notifier import FakeOutgoing, notifier_of
 
 from foreshock.contract.modes import Mode, parse_mode
 from foreshock.contract.orders import Order
@@ -28,7 +28,7 @@ from foreshock.server.testing import FakeRank
         (1.0, 1.0, 4.0, "not arrested"),
         (0.0, 0.0, 4.0, "verified"),
         (0.0, 0.5, 4.0, "not arrested"),
-        # its offset may be five times what it was, a few tenths of a nat; its scores grow as it learns
+        # an offset of a few tenths of a nat is below the level of the detectors, even if it grows fivefold
         (0.1, 1.6, 0.3, "verified"),
         (0.1, 1.6, 4.0, "not arrested"),
     ],
@@ -46,14 +46,14 @@ async def test_switch_verdict_compares_growth_before_and_after_the_switch(
     rows = (await service.get("/v1/audit"))["rows"]
     [row] = [row for row in rows if row["details"].get("verification")]
     signals = {signal: growths for signal, *growths in row["details"]["growth"]["0.2"]}
-    # Between the middles of the first and the last third of a window lie two thirds of it.
+    # The middles of the first and the last third of a window are two thirds of the window apart.
     assert signals["largest score"] == pytest.approx([before * 2 / 3, after * 2 / 3], abs=0.05)
-    await judge(service)  # once and for all
+    await judge(service)  # a second verification adds nothing
     assert len((await service.get("/v1/audit"))["rows"]) == len(rows)
 
 
 def of_heads(rank: FakeRank, step: int, sizes: dict[int, float], mode: Mode = Mode.PLAIN) -> Sample:
-    """A sample in which these heads of layer 0 have these offsets, and every other one 1 nat."""
+    """A sample in which these heads of layer 0 have these offsets and all others 1 nat."""
     words = rank.words(step)
     floats = words.view(np.float64)
     size = np.array([sizes.get(head, 1.0) if layer == 0 else 1.0 for layer, head in head_refs(rank.layers)])
@@ -64,7 +64,7 @@ def of_heads(rank: FakeRank, step: int, sizes: dict[int, float], mode: Mode = Mo
 
 
 async def two_heads(service: Any, *later: Any, warned: tuple[int, ...] = (2,), cleared: bool = False) -> dict[str, Any]:
-    """Every head is switched at step 2000: head 2, which had drifted, stops; head 1 grows from 3.5 to 7 nats after."""
+    """Switch every head at step 2000: head 2, which drifted, stops; head 1 then grows from 3.5 to 7 nats."""
     rank = FakeRank()
     await service.store(rank, rank.started(policy="approve"))
     before = (of_heads(rank, at, {2: 2 + at / 400, 1: 3.5}) for at in range(20, 2000, 20))
@@ -77,8 +77,8 @@ async def two_heads(service: Any, *later: Any, warned: tuple[int, ...] = (2,), c
     after = (of_heads(rank, 2020 + 20 * n, size, Mode.ROW_CORRECTED) for n, size in enumerate(sizes))
     await service.store(rank, *after)
     if cleared:
-        gone = (rank.verdict(2990, head=head, name=f"w-{head}", state="cleared") for head in warned)
-        await service.store(rank, *gone)
+        verdicts = (rank.verdict(2990, head=head, name=f"w-{head}", state="cleared") for head in warned)
+        await service.store(rank, *verdicts)
     await judge(service)
     events = (await service.get("/v1/runs/run-1/events", kind="command"))["events"]
     shown = await service.get(f"/v1/commands/{command}")
@@ -86,16 +86,16 @@ async def two_heads(service: Any, *later: Any, warned: tuple[int, ...] = (2,), c
 
 
 async def test_growth_of_head_without_warning_does_not_affect_verification(service: Any) -> None:
-    """A switch of all heads that stopped the warned one was called a failure by the growth of a healthy one."""
-    told = await two_heads(service)
-    assert told["verification"] == "verified"
-    assert told["sentence"].startswith("Layer 0 head 2 after the switch to row_corrected at step 2,000: verified")
+    """The switch stopped the warned head; growth of a healthy head must not make it a failure."""
+    result = await two_heads(service)
+    assert result["verification"] == "verified"
+    assert result["sentence"].startswith("Layer 0 head 2 after the switch to row_corrected at step 2,000: verified")
 
 
 async def test_head_warned_after_the_switch_affects_verification(service: Any) -> None:
-    told = await two_heads(service, FakeRank().verdict(2500, head=1, name="later", cause="score growth"))
-    assert told["verification"] == "not arrested"
-    assert told["sentence"].startswith("Layer 0 head 1 after the switch")
+    result = await two_heads(service, FakeRank().verdict(2500, head=1, name="later", cause="score growth"))
+    assert result["verification"] == "not arrested"
+    assert result["sentence"].startswith("Layer 0 head 1 after the switch")
 
 
 @pytest.mark.parametrize(
@@ -108,27 +108,27 @@ async def test_head_warned_after_the_switch_affects_verification(service: Any) -
 async def test_verification_event_gives_growth_of_named_head_and_advice(
     service: Any, cleared: bool, advice: str
 ) -> None:
-    told = await two_heads(service, warned=(1, 2), cleared=cleared)
+    result = await two_heads(service, warned=(1, 2), cleared=cleared)
     offset = "score offset +0 % in the 1,000 steps before, +100 % in those after"
-    assert told["sentence"] == (
+    assert result["sentence"] == (
         "Layer 0 head 1 after the switch to row_corrected at step 2,000: not arrested, the growth continues "
         f"({offset}). {advice}"
     )
 
 
 @pytest.mark.parametrize(
-    "story",
+    "changes",
     [
         pytest.param({"warnings": ()}, id="no warning"),
         pytest.param({"warnings": [{"severity": "info"}]}, id="a note"),
-        pytest.param({"warnings": [{"state": "cleared"}]}, id="a warning that was over before"),
-        pytest.param({"warnings": [{"step": 3001}]}, id="a warning that is raised when the steps have passed"),
+        pytest.param({"warnings": [{"state": "cleared"}]}, id="a warning that was cleared before"),
+        pytest.param({"warnings": [{"step": 3001}]}, id="a warning after the verification steps"),
         pytest.param({"had": "exact_delta"}, id="the head had the mode before"),
         pytest.param({"plain_from": 2500}, id="another order or a resume made it plain"),
     ],
 )
-async def test_switch_without_warned_head_in_new_mode_is_not_judged(service: Any, story: dict[str, Any]) -> None:
-    command = await switched(service, **story)
+async def test_switch_without_warned_head_in_new_mode_is_not_judged(service: Any, changes: dict[str, Any]) -> None:
+    command = await switched(service, **changes)
     await judge(service)
     assert (await service.get(f"/v1/commands/{command}"))["verification"] == "unknown"
     event = (await service.get("/v1/runs/run-1/events", kind="command"))["events"][0]
@@ -141,9 +141,9 @@ async def test_switch_without_warned_head_in_new_mode_is_not_judged(service: Any
 
 @pytest.mark.parametrize("undone", [False, True])
 async def test_switch_to_plain_and_undone_switch_are_not_verified(service: Any, undone: bool) -> None:
-    """An undo may give a head the mode that it had before, which is no cure that anybody ordered."""
-    story: dict[str, Any] = {"had": "paper_softmax"} if undone else {"mode": "plain", "had": "exact_delta"}
-    command = await switched(service, **story)
+    """An undo may restore a mitigation that the head had before; nobody ordered it as a cure."""
+    changes: dict[str, Any] = {"had": "paper_softmax"} if undone else {"mode": "plain", "had": "exact_delta"}
+    command = await switched(service, **changes)
     if undone:
         await service.client.post(f"/v1/commands/{command}/undo", json={"who": "ann", "reason": "too dear"})
         rank = FakeRank()
@@ -188,8 +188,8 @@ async def test_switch_that_arrests_nothing_is_escalated_as_proposal_except_under
 
 @pytest.mark.promise("S22")
 @pytest.mark.parametrize("rejected", [False, True])
-def test_escalation_respects_cooldown_and_rejection(play: Any, rejected: bool) -> None:
-    async def story(service: Any) -> None:
+def test_escalation_respects_cooldown_and_rejection(run_scenario: Any, rejected: bool) -> None:
+    async def scenario(service: Any) -> None:
         await switched(service, mode="paper_softmax")
         with service.app.state.store.writer.engine.begin() as connection:
             run_id = connection.execute(select(runs.c.id)).scalar_one()
@@ -207,7 +207,7 @@ def test_escalation_respects_cooldown_and_rejection(play: Any, rejected: bool) -
         await judge(service)
         assert sorted(c["source"] for c in await commands_of(service)) == sorted([source, "api"])
 
-    play(story, webhook_cooldown_seconds=0 if rejected else 300)
+    run_scenario(scenario, webhook_cooldown_seconds=0 if rejected else 300)
 
 
 async def test_verification_waits_for_steps_then_is_unknown_with_too_few_samples(service: Any, rank: FakeRank) -> None:
@@ -262,14 +262,14 @@ async def test_due_switch_is_verified_despite_many_that_never_become_due(service
 
 
 async def test_notification_reports_failed_switch_and_its_escalation(service: Any) -> None:
-    out = Out()
+    out = FakeOutgoing()
     notifier = await notifier_of(service, out)
     await switched(service, mode="paper_softmax")
     await judge(service)
     await notifier.turn()
     await notifier.turn()
-    [told] = [words for words in out.said if "not arrested" in words]
-    became, proposed = told.splitlines()[-3:-1]  # what became of it, and the proposal that follows
+    [result] = [message for message in out.sent if "not arrested" in message]
+    became, proposed = result.splitlines()[-3:-1]  # the verification and the proposal that follows
     assert became.startswith("Run run-1: Layer 0 head 2 after the switch to paper_softmax at step 2,000: not arrested")
     assert "Escalate: exact_delta+paper_softmax" in became
     assert "is proposed (service)" in proposed

@@ -1,4 +1,4 @@
-"""An alert may ask for a switch, within the run's policy and bounds, once; it never does more."""
+"""Alerts that request a switch: at most once, within the policy and limits of the run."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.promise("S9")
 
 
 def delivery(status: str = "firing", **changes: str) -> dict[str, Any]:
-    """What Alertmanager 0.25 sends, cut to what matters."""
+    """The relevant part of a request from Alertmanager 0.25."""
     labels = {"alertname": "ForeshockHeadFailing", "run": "run-1", "cause": "rounding"}
     alert = {
         "status": status,
@@ -28,9 +28,9 @@ def delivery(status: str = "firing", **changes: str) -> dict[str, Any]:
 
 
 async def results(service: Any, body: dict[str, Any]) -> list[str]:
-    answer = await service.client.post("/v1/webhooks/alertmanager", json=body)
-    assert answer.status_code == 200, answer.text
-    found: list[str] = answer.json()["results"]
+    response = await service.client.post("/v1/webhooks/alertmanager", json=body)
+    assert response.status_code == 200, response.text
+    found: list[str] = response.json()["results"]
     return found
 
 
@@ -65,21 +65,21 @@ async def test_alert_follows_run_policy_and_is_refused_after_run_end(
 
 
 @pytest.mark.parametrize(
-    ("cause", "signal", "told"),
+    ("cause", "signal", "label"),
     [("other", "nonfinite", "not finite"), ("other", "score", "other"), ("score growth", "score", "score growth")],
 )
 async def test_alert_orders_no_switch_that_cannot_help(
-    service: Any, rank: FakeRank, cause: str, signal: str, told: str
+    service: Any, rank: FakeRank, cause: str, signal: str, label: str
 ) -> None:
     verdict = rank.verdict(1, cause=cause, signal=signal, severity="critical")
     await service.store(rank, rank.started(policy="auto"), rank.sample(1), verdict)
-    assert await alert(service, delivery(cause=told, signal=signal)) == "observed"
-    assert await alert(service, delivery(cause="rounding")) == "refused"  # an alert that the store does not bear out
+    assert await alert(service, delivery(cause=label, signal=signal)) == "observed"
+    assert await alert(service, delivery(cause="rounding")) == "refused"  # no such incident is in the store
     assert await commands_of(service) == []
 
 
 async def alerts_of_three_heads(service: Any, after_each: Callable[[], None] = lambda: None) -> list[str]:
-    """What came of an alert after each of three heads began to drift; the rank carries out what is ordered."""
+    """The results of alerts after three heads began to drift, one after another; the rank applies every order."""
     rank, found = FakeRank(), []
     await service.store(rank, rank.started(policy="auto"), rank.sample(1))
     for head in range(3):
@@ -100,27 +100,27 @@ async def alerts_of_three_heads(service: Any, after_each: Callable[[], None] = l
         (0.0, 0.0, ["ordered"] * 3),
         (300.0, 86_400.0, ["ordered", "ordered", "refused"]),
     ],
-    ids=["a cool-down", "none", "ordered by a clock that was ahead and is set right"],
+    ids=["cooldown", "no cooldown", "ordered while the clock was ahead"],
 )
 def test_switches_ordered_by_webhooks_have_a_cooldown(
-    play: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, ahead: float, found: list[str]
+    run_scenario: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, ahead: float, found: list[str]
 ) -> None:
-    right, clock = time.time, [ahead]
-    monkeypatch.setattr(time, "time", lambda: right() + clock[0])
+    correct_time, clock = time.time, [ahead]
+    monkeypatch.setattr(time, "time", lambda: correct_time() + clock[0])
 
-    async def story(service: Any) -> None:
+    async def scenario(service: Any) -> None:
         assert await alerts_of_three_heads(service, lambda: clock.__setitem__(0, 0.0)) == found
 
-    play(story, webhook_cooldown_seconds=seconds)
+    run_scenario(scenario, webhook_cooldown_seconds=seconds)
 
 
 async def test_alert_refused_because_of_open_order_acts_once_when_repeated(
     service: Any,
 ) -> None:
     await start(service, "auto")
-    under_way = (await order(service, heads=[[0, 0]])).json()["id"]
+    open_order = (await order(service, heads=[[0, 0]])).json()["id"]
     assert await alert(service, delivery()) == "refused"
-    await service.client.post(f"/v1/commands/{under_way}/cancel", json={"who": "ann", "reason": "seen"})
+    await service.client.post(f"/v1/commands/{open_order}/cancel", json={"who": "ann", "reason": "seen"})
     assert [await alert(service, delivery()) for _ in range(2)] == ["ordered", "duplicate"]
 
 
@@ -144,7 +144,9 @@ async def test_rejected_proposal_starts_no_cooldown(service: Any, rank: FakeRank
     await service.client.post(f"/v1/commands/{proposal['id']}/reject", json={"who": "ann", "reason": "bad data"})
     await service.store(rank, rank.verdict(2, head=1, name="joined"))
     assert await alert(service, delivery()) == "proposed"
-    assert [one["heads"] for one in await commands_of(service)] == [[[0, 1]], [[0, 0]]], "only of the other head"
+    assert [one["heads"] for one in await commands_of(service)] == [[[0, 1]], [[0, 0]]], (
+        "the second proposal contains only the other head"
+    )
 
 
 async def test_head_switched_to_other_mode_is_not_switched_again(service: Any, rank: FakeRank) -> None:
@@ -156,12 +158,12 @@ async def test_head_switched_to_other_mode_is_not_switched_again(service: Any, r
 
 
 async def test_invalid_alert_does_not_block_others_in_same_delivery(service: Any) -> None:
-    """An Alertmanager does not repeat a delivery that was refused whole."""
+    """Alertmanager does not repeat a delivery that was refused as a whole."""
     await start(service, "auto")
     [good], [watchdog] = delivery()["alerts"], delivery(alertname="ForeshockWatchdog")["alerts"]
-    odd = [good | {"fingerprint": None}, good | {"labels": {"run": "x" * 1025}}, "text", {}]
+    invalid = [good | {"fingerprint": None}, good | {"labels": {"run": "x" * 1025}}, "text", {}]
     unknown = [delivery(alertname="Other")["alerts"][0]] * 1000
-    found = await results(service, delivery() | {"alerts": [*odd, *unknown, watchdog, good]})
+    found = await results(service, delivery() | {"alerts": [*invalid, *unknown, watchdog, good]})
     assert len(found) == 1006
     assert all(one.startswith("refused: ") for one in found[:4])
     assert found[0] == "refused: fingerprint: Input should be a valid string"

@@ -1,4 +1,4 @@
-"""A real service on a free port, a feeder that speaks the wire format to it, and a real Chromium that looks at it."""
+"""A real service on a free port, a fake agent that sends data to it, and a real Chromium that shows its page."""
 
 import shutil
 import time
@@ -23,7 +23,7 @@ ROWS = 4096
 
 
 class Feeder(FakeRank):
-    """One rank's agent, as the service sees it. Head 2 of layer 0 drifts; every value follows from the step."""
+    """A fake agent of one rank. Head 2 of layer 0 drifts; every value is a function of the step."""
 
     def __init__(self, client: httpx.Client, run: str, *, layers: int = 2, heads: int = 4, drift: float = 1.0) -> None:
         super().__init__(run, layers=layers, heads=range(heads))
@@ -34,20 +34,20 @@ class Feeder(FakeRank):
         self.recorded = frozenset({"states", "risk", "scalars", "norms"})
 
     def send(self, *events: Event) -> Ack:
-        """Post one batch; the acknowledgement carries the commands."""
-        answer = post(self.client, self.batch(*events))
-        assert answer.status_code == 200, answer.text
-        return Ack.model_validate_json(answer.content)
+        """Send one batch and return the acknowledgement with its commands."""
+        response = post(self.client, self.batch(*events))
+        assert response.status_code == 200, response.text
+        return Ack.model_validate_json(response.content)
 
     def start(
         self, labels: dict[str, str] | None = None, policy: Policy = "observe", qk_clip: str | None = None
     ) -> None:
-        """Say what is watched."""
-        began = self.started(policy=policy, mitigation=DEFAULT_MITIGATION, qk_clip=qk_clip)
-        self.send(began.model_copy(update={"labels": labels or {}}))
+        """Send the start event."""
+        started = self.started(policy=policy, mitigation=DEFAULT_MITIGATION, qk_clip=qk_clip)
+        self.send(started.model_copy(update={"labels": labels or {}}))
 
     def train(self, samples: int, every: int = 10) -> None:
-        """Send so many samples, in batches of 100."""
+        """Send this many samples in batches of 100."""
         events: list[Event] = []
         for _ in range(samples):
             events.append(self._sample(every))
@@ -109,7 +109,7 @@ class Feeder(FakeRank):
         self.send(self.warning)
 
     def propose(self) -> None:
-        """Ask for approval to switch head 2 of layer 0, as an agent does under policy approve."""
+        """Propose to switch head 2 of layer 0, as an agent does under policy approve."""
         self.send(
             Switched(
                 id="proposal-0-2",
@@ -124,7 +124,7 @@ class Feeder(FakeRank):
         )
 
     def obey(self) -> list[str]:
-        """Collect the commands that wait, apply them, answer them; returns their modes."""
+        """Receive the open commands, apply and answer them, and return their modes."""
         ack = self.send(self._sample(10))
         for command in ack.commands:
             heads = command.heads or tuple((i, j) for i in range(self.shape[0]) for j in range(self.shape[1]))
@@ -136,7 +136,7 @@ class Feeder(FakeRank):
 
 
 class Service(ServiceProcess):
-    """`foreshock serve` in a process of its own; it can be stopped and started again on the same port and store."""
+    """`foreshock serve` in its own process; it can be restarted on the same port and store."""
 
     def __init__(self, directory: Path, **settings: str) -> None:
         given = {f"FORESHOCK_{name.upper()}": value for name, value in settings.items()}
@@ -146,14 +146,14 @@ class Service(ServiceProcess):
         self.client = httpx.Client(base_url=self.url, timeout=60, trust_env=False, headers=headers)
 
     def close(self) -> None:
-        """End it for good."""
+        """Stop the service and close its client."""
         self.stop(60)
         self.client.close()
 
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One service for all tests; every test uses runs of its own name."""
+    """One service for all tests; each test uses its own run names."""
     running = Service(tmp_path_factory.mktemp("service"), verify_steps="300")
     yield running
     running.close()
@@ -161,7 +161,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[Service]:
-    """A service that asks for a token."""
+    """A service that requires a token."""
     running = Service(tmp_path, token="correct-horse-battery")
     yield running
     running.close()
@@ -178,21 +178,21 @@ def _chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 
 
 def console(chromium: Chrome) -> list[str]:
-    """What the page complained of since the last call; what the browser says of itself is left out."""
+    """Errors and warnings of the page since the last call, without interventions of the browser."""
     entries = chromium.get_log("browser")  # type: ignore[no-untyped-call]
-    said = [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
-    return [line for line in said if "[Intervention]" not in line]
+    messages = [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
+    return [message for message in messages if "[Intervention]" not in message]
 
 
 @pytest.fixture
 def complaints(_chromium: Chrome) -> Callable[[], list[str]]:
-    """What the page wrote to its console since the last call."""
+    """A function that returns the errors and warnings of the page since its last call."""
     return lambda: console(_chromium)
 
 
 @pytest.fixture
 def chromium(_chromium: Chrome) -> Iterator[Chrome]:
-    """A Chromium with a window that shows the whole page; fails the test if the page wrote an error to the console."""
+    """A Chromium whose window shows the whole page; a test fails if the page writes an error to the console."""
     _chromium.set_window_size(*WINDOW)
     console(_chromium)
     yield _chromium
@@ -203,6 +203,6 @@ def chromium(_chromium: Chrome) -> Iterator[Chrome]:
 
 @pytest.fixture
 def feeder(service: Service, request: pytest.FixtureRequest) -> Feeder:
-    """An agent whose run bears the test's name."""
+    """A fake agent whose run has the name of the test."""
     name = request.node.name.removeprefix("test_").replace("[", ":").replace("]", "")
     return Feeder(service.client, name[:100])

@@ -1,11 +1,11 @@
-// What is wider than the card, the section, the dialog or the page that holds it.
+// Returns elements that overflow their card, section, dialog or page.
 const wide = [];
 for (const card of document.querySelectorAll(".card, main > section, dialog")) {
   const { left, right } = card.getBoundingClientRect();
   for (const inner of card.querySelectorAll("*:not(.hidden)")) {
     if (inner.closest(".table, .canvas, .u-wrap, .scroll")) continue;
-    const room = inner.getBoundingClientRect();
-    if (room.width && (room.right > right + 1 || room.left < left - 1))
+    const box = inner.getBoundingClientRect();
+    if (box.width && (box.right > right + 1 || box.left < left - 1))
       wide.push(`${inner.tagName}.${inner.className} in ${card.className}: ${inner.textContent.slice(0, 40)}`);
   }
 }

@@ -1,4 +1,4 @@
-"""Every view and every dialog: whole at any width, with names as long as they may be, and without a barrier."""
+"""Layout and accessibility of every view and dialog, with names of maximum length."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.servers
 UI = Path(__file__).parents[3] / "src/foreshock/server" / "ui"
 OVERFLOW = Path(__file__).with_name("overflow.js").read_text()
 LONG = "sweep/" + "w" * 116
-"""As long as a name may be, with no place to break, as are the names and reasons that people give."""
+"""A run name of maximum length without a place to break the line; WHO and REASON are as long as allowed, too."""
 WHO, REASON = "n" * 128, "<b>" + "r" * 497
 HEADS: Final = ((0, 2), *((layer, head) for layer in range(3) for head in range(12) if (layer, head) != (0, 2)))[:30]
 LABELS = {
@@ -41,7 +41,7 @@ LABELS = {
 
 
 class Dialog(NamedTuple):
-    """What is pressed to see it, and whether it asks who and why, and says in words what will happen."""
+    """A dialog: the button that opens it, and whether it asks for a name, a reason and a confirmation."""
 
     press: str
     confirmed: bool = True
@@ -64,7 +64,7 @@ UNFOLDED: Final = {
 
 @pytest.fixture(scope="module")
 def run(service: Service) -> str:
-    """A run that trains, with 30 heads warned about, a proposal, an order applied and one under way; and one ended."""
+    """A training run with 30 warned heads, a proposal, an applied and an open order; and a run that has ended."""
     client = service.client
     feeder = Feeder(client, LONG, layers=3, heads=12)
     feeder.start(labels=LABELS, policy="approve")
@@ -80,8 +80,8 @@ def run(service: Service) -> str:
     after = (DEFAULT_MITIGATION,) * len(HEADS)
     feeder.send(Switched.model_validate({**proposal, "id": "p", "step": 610, "verdict": first.id, "after": after}))
     client.post(f"/v1/runs/{LONG}/commands", json={**order, "heads": [[2, 1]]}).raise_for_status()
-    said = {"who": WHO, "display_name": LONG, "tags": ["keep", "seed study"], "notes": REASON}
-    client.patch(f"/v1/runs/{LONG}", json=said).raise_for_status()
+    description = {"who": WHO, "display_name": LONG, "tags": ["keep", "seed study"], "notes": REASON}
+    client.patch(f"/v1/runs/{LONG}", json=description).raise_for_status()
     ended = Feeder(client, f"{LONG}-ended", layers=1, heads=3)
     ended.start()
     ended.train(1)
@@ -91,23 +91,23 @@ def run(service: Service) -> str:
 
 @pytest.fixture(scope="session")
 def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The source of axe-core in the version that package.json names."""
-    own = UI / "node_modules" / "axe-core" / "axe.min.js"
-    if not own.is_file():
+    """The source of axe-core, in the version of package.json."""
+    path = UI / "node_modules" / "axe-core" / "axe.min.js"
+    if not path.is_file():
         version = json.loads((UI / "package.json").read_text())["devDependencies"]["axe-core"]
         folder = tmp_path_factory.mktemp("axe")
         if shutil.which("npm") is None:
             absent("npm")
         fetch = ["npm", "install", "--prefix", str(folder), "--ignore-scripts", "--no-audit", f"axe-core@{version}"]
-        done = subprocess.run(fetch, capture_output=True, text=True, timeout=240)
-        if done.returncode:
-            absent(f"axe-core, which npm could not fetch: {done.stderr[-500:]},")
-        own = folder / "node_modules" / "axe-core" / "axe.min.js"
-    return own.read_text()
+        installed = subprocess.run(fetch, capture_output=True, text=True, timeout=240)
+        if installed.returncode:
+            absent(f"axe-core, which npm could not fetch: {installed.stderr[-500:]},")
+        path = folder / "node_modules" / "axe-core" / "axe.min.js"
+    return path.read_text()
 
 
-def barriers(chromium: Chrome, axe: str, part: str = "html") -> list[str]:
-    """What axe-core finds wrong with this part of the page as it stands."""
+def accessibility_violations(chromium: Chrome, axe: str, part: str = "html") -> list[str]:
+    """Violations that axe-core finds in this part of the page."""
     chromium.execute_script(axe)
     chromium.set_script_timeout(60)
     found: list[dict[str, Any]] = chromium.execute_async_script(
@@ -119,20 +119,20 @@ def barriers(chromium: Chrome, axe: str, part: str = "html") -> list[str]:
 
 @pytest.fixture
 def screen(chromium: Chrome) -> Iterator[Chrome]:
-    """The browser, whose room is its window's again afterwards, and its theme light."""
+    """The browser; its viewport and theme are reset after the test."""
     yield chromium
     chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-def see_at(chromium: Chrome, width: int, height: int = 900) -> None:
-    """Give the page exactly this room."""
+def set_viewport(chromium: Chrome, width: int, height: int = 900) -> None:
+    """Set the size of the viewport."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def open_at_size(chromium: Chrome, service: Service, *runs: str) -> None:
-    """Open the page of these runs in a window that shows the first charts alone."""
+    """Open the page of these runs at the current size and wait for the first chart."""
     chromium.get(f"{service.url}/?{urlencode({'runs': ','.join(runs)})}")
     wait("a chart is drawn", lambda: chromium.find_elements(By.CSS_SELECTOR, ".chart .u-wrap"))
 
@@ -141,24 +141,24 @@ def press(chromium: Chrome, within: str, text: str) -> None:
     """Press the first button or summary with this text."""
     found = f"{within}//*[self::button or self::summary][normalize-space()='{text}']"
     pressed = wait(text, lambda: chromium.find_element(By.XPATH, found))
-    chromium.execute_script("arguments[0].scrollIntoView({ block: 'center' })", pressed)  # clear of the bar
+    chromium.execute_script("arguments[0].scrollIntoView({ block: 'center' })", pressed)  # not covered by the top bar
     pressed.click()
 
 
 def views(chromium: Chrome, service: Service, run: str, guarded: Service, width: int) -> Iterator[tuple[str, str]]:
-    """Each view in turn, open: (name, selector of its part). Nothing is ordered, changed or deleted."""
-    see_at(chromium, width, 6000)  # the page loads what can be seen
+    """Open each view in turn and yield (name, selector). No order is sent, and no run is changed or deleted."""
+    set_viewport(chromium, width, 6000)  # the page loads only visible charts
     open_list(chromium, service, q=LONG[:20])
-    wait("the runs", lambda: len(listed(chromium)) == 2)
+    wait("both runs are listed", lambda: len(listed(chromium)) == 2)
     yield "the list of runs", "html"
     open_at_size(chromium, service, run, f"{run}-ended")
     yield "a comparison", "html"
     for name, dialogs in ((f"{run}-ended", (Dialog("Delete"),)), (run, DIALOGS)):
-        see_at(chromium, width, 6000)
+        set_viewport(chromium, width, 6000)
         open_at_size(chromium, service, name)
-        wait("what happened", lambda: chromium.find_element(By.CSS_SELECTOR, ".events li:not(.empty)"))
+        wait("the history has loaded", lambda: chromium.find_element(By.CSS_SELECTOR, ".events li:not(.empty)"))
         yield name, "html"
-        see_at(chromium, width)
+        set_viewport(chromium, width)
         for dialog in dialogs:
             press(chromium, "//main", dialog.press)
             wait("the dialog", lambda: chromium.find_element(By.CSS_SELECTOR, "dialog[open] form"))
@@ -169,18 +169,19 @@ def views(chromium: Chrome, service: Service, run: str, guarded: Service, width:
                 wait("the confirmation", lambda: chromium.find_element(By.CSS_SELECTOR, "dialog .confirm"))
                 yield f"{dialog.press}, confirmed", "dialog"
             chromium.switch_to.active_element.send_keys(Keys.ESCAPE)
-            wait("it is closed", lambda: not chromium.find_elements(By.TAG_NAME, "dialog"))
+            wait("the dialog is closed", lambda: not chromium.find_elements(By.TAG_NAME, "dialog"))
     for summary, part in UNFOLDED.items():
         press(chromium, "//main", summary)
         wait(
-            "what it loads", lambda: chromium.find_elements(By.CSS_SELECTOR, ".warnings .layer, .warnings form, table")
+            "the unfolded part has loaded",
+            lambda: chromium.find_elements(By.CSS_SELECTOR, ".warnings .layer, .warnings form, table"),
         )
         chromium.execute_script("document.querySelectorAll('.warnings .layer').forEach((one) => (one.open = true))")
         yield summary, part
     chromium.get(guarded.url)
     wait("the login", lambda: chromium.find_elements(By.CSS_SELECTOR, "input[type=password]"))
     yield "the login", "html"
-    chromium.get("about:blank")  # before the service goes that was asked for
+    chromium.get("about:blank")  # leave the page before its service stops
 
 
 @pytest.mark.full
@@ -190,13 +191,16 @@ def test_every_view_and_dialog_fits_and_passes_accessibility_checks(
 ) -> None:
     media = [{"name": "prefers-color-scheme", "value": theme}]
     screen.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
-    seen, wrong = [], []
+    checked, problems = [], []
     for name, part in views(screen, service, run, guarded, width):
-        seen.append(name)
-        wrong += [f"{name}: {what}" for what in screen.execute_script(OVERFLOW) + barriers(screen, axe, part)]
-    assert not wrong, "\n".join(wrong)
+        checked.append(name)
+        problems += [
+            f"{name}: {problem}"
+            for problem in screen.execute_script(OVERFLOW) + accessibility_violations(screen, axe, part)
+        ]
+    assert not problems, "\n".join(problems)
     dialogs = [Dialog("Delete"), *DIALOGS]
-    assert len(seen) == 5 + len(UNFOLDED) + len(dialogs) + sum(dialog.confirmed for dialog in dialogs)
+    assert len(checked) == 5 + len(UNFOLDED) + len(dialogs) + sum(dialog.confirmed for dialog in dialogs)
 
 
 @pytest.mark.full
@@ -206,12 +210,12 @@ def test_first_chart_is_visible_with_many_warnings(screen: Chrome, service: Serv
     feeder.start(labels={"model": "gpt-768", "corpus": "text"})
     feeder.train(40)
     feeder.send(*(warn_about(feeder, i // 48, i % 48) for i in range(warnings)))
-    see_at(screen, 1440)
+    set_viewport(screen, 1440)
     open_at_size(screen, service, feeder.run)
     bottom = "scrollTo(0, 0); return document.querySelector('.chart').getBoundingClientRect().bottom"
     assert screen.execute_script(bottom) <= 900
     screen.execute_script("document.querySelectorAll('details').forEach((one) => (one.open = true))")
-    wait("the heads are told", lambda: screen.find_elements(By.CSS_SELECTOR, ".warnings .layer"))
+    wait("the warned heads are listed", lambda: screen.find_elements(By.CSS_SELECTOR, ".warnings .layer"))
     charts = "return document.getElementById('signals').getBoundingClientRect().top + scrollY"
     assert screen.execute_script(charts) < 1400
 
@@ -238,7 +242,7 @@ def test_nothing_moves_while_charts_and_heat_map_load(screen: Chrome, service: S
     feeder.train(40)
     slow = {"offline": False, "latency": 400, "downloadThroughput": -1, "uploadThroughput": -1}
     screen.execute_cdp_cmd("Network.enable", {})
-    see_at(screen, width)
+    set_viewport(screen, width)
     try:
         screen.execute_cdp_cmd("Network.emulateNetworkConditions", slow)
         screen.get(f"{service.url}/?runs={feeder.run}")

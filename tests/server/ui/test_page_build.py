@@ -1,4 +1,4 @@
-"""The committed page is what its sources build, and it holds what a strict content security policy asks for."""
+"""The committed build of the page matches its sources and suits a strict content security policy."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ def _files(directory: Path) -> dict[str, bytes]:
 @pytest.mark.full
 def test_committed_page_matches_build_of_sources(tmp_path: Path) -> None:
     if shutil.which("npm") is None:
-        pytest.skip("npm is not here: the committed page is taken as it is")
+        pytest.skip("npm is not installed, so the build cannot be compared")
     for name in SOURCES:
         source = UI / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
@@ -29,7 +29,7 @@ def test_committed_page_matches_build_of_sources(tmp_path: Path) -> None:
     else:
         installed = subprocess.run(["npm", "ci"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
         if installed.returncode:
-            absent(f"what builds the page, which npm could not fetch: {installed.stderr[-1000:]},")
+            absent(f"the dependencies of the page, which npm could not install: {installed.stderr[-1000:]},")
     built = subprocess.run(["npm", "run", "build"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert built.returncode == 0, built.stdout + built.stderr
     committed, fresh = _files(DIST), _files(tmp_path / "dist")
@@ -57,7 +57,7 @@ def test_lock_file_names_no_download_host() -> None:
 def test_page_sources_never_write_raw_html() -> None:
     for source in (UI / "src").iterdir():
         text = source.read_text()
-        for way in (
+        for api in (
             "innerHTML",
             "outerHTML",
             "insertAdjacentHTML",
@@ -65,4 +65,4 @@ def test_page_sources_never_write_raw_html() -> None:
             "document.write",
             "eval(",
         ):
-            assert way not in text, f"{source.name} uses {way}"
+            assert api not in text, f"{source.name} uses {api}"

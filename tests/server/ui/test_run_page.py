@@ -1,4 +1,4 @@
-"""The page of a run in a real Chromium, fed by a real service: it moves, warns, is switched, shows what is asked."""
+"""The page of a run in a real Chromium with a real service: live updates, warnings, switches and its URL."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_run_appears_warns_is_switched_verified_and_undone(chromium: Chrome, ser
     feeder.train(5)
     row = wait("the run appears in the list", lambda: chromium.find_element(By.LINK_TEXT, feeder.run))
     row.click()
-    wait("its page opens", lambda: tile(chromium, "Step") == "50")
+    wait("the page of the run opens", lambda: tile(chromium, "Step") == "50")
     feeder.train(60)
-    wait("it moves", lambda: tile(chromium, "Step") == "650")
+    wait("the step is updated", lambda: tile(chromium, "Step") == "650")
     assert "No active warning" in text(chromium)
 
     feeder.warn()
-    wait("it warns", lambda: "its score offset left its peers" in text(chromium, ".warnings"))
+    wait("the warning is shown", lambda: "its score offset left its peers" in text(chromium, ".warnings"))
     assert "about 2,100 (not before 1,400)" in text(chromium, ".warnings")
     assert f"{MINUS}6.25" in text(chromium, ".evidence")
     assert tile(chromium, "Steps left") == "about 2,100"
@@ -48,33 +48,33 @@ def test_run_appears_warns_is_switched_verified_and_undone(chromium: Chrome, ser
     fill(chromium, who="Ada", reason="the offset grows")
     button(chromium, "Continue").click()
     sentence = f"Switch layer 0 head 2 of {feeder.run} to row_corrected."
-    wait("the order is said in words before it goes", lambda: sentence in text(chromium, "dialog"))
+    wait("the dialog describes the order before it is sent", lambda: sentence in text(chromium, "dialog"))
     assert not feeder.obey()
     button(chromium, "Switch now").click()
-    wait("the order stands on the page", lambda: "the offset grows" in text(chromium, ".commands"))
+    wait("the order is listed", lambda: "the offset grows" in text(chromium, ".commands"))
     assert feeder.obey() == ["row_corrected"]
-    wait("the agent's answer stands on the page", lambda: "applied" in text(chromium, ".commands .state"))
+    wait("the order is applied", lambda: "applied" in text(chromium, ".commands .state"))
     feeder.train(3)
     wait("the mode is shown", lambda: tile(chromium, "Switched heads").startswith("1 of 8"))
     wait("the history lists it", lambda: "row_corrected is applied" in text(chromium, ".events"))
 
     feeder.train(40)
     verified = "growth stopped"
-    wait("it is verified", lambda: verified in text(chromium, ".commands .verification"))
-    wait("in words", lambda: "verified, the growth has stopped" in text(chromium, ".events"))
+    wait("the switch is verified", lambda: verified in text(chromium, ".commands .verification"))
+    wait("the history lists the verification", lambda: "verified, the growth has stopped" in text(chromium, ".events"))
 
     button(chromium, "Undo").click()
     fill(chromium, reason="enough seen")
     button(chromium, "Continue").click()
     sentence = f"Undo: switch layer 0 head 2 to row_corrected in {feeder.run}."
-    wait("what is undone is said before it goes", lambda: sentence in text(chromium, "dialog"))
+    wait("the dialog describes the undo before it is sent", lambda: sentence in text(chromium, "dialog"))
     button(chromium, "Undo now").click()
-    wait("the undo stands on the page", lambda: "undo: enough seen" in text(chromium, ".commands"))
+    wait("the undo is listed", lambda: "undo: enough seen" in text(chromium, ".commands"))
     assert feeder.obey() == ["plain"]
     feeder.train(1)
     wait("the mode is plain again", lambda: tile(chromium, "Switched heads") == "none")
-    wait("the switch is marked", lambda: "undone" in text(chromium, ".commands li:nth-child(2)"))
-    assert not chromium.find_elements(By.XPATH, "//button[.='Undo']"), "an undone switch can be undone again"
+    wait("the switch is marked as undone", lambda: "undone" in text(chromium, ".commands li:nth-child(2)"))
+    assert not chromium.find_elements(By.XPATH, "//button[.='Undo']"), "an undone switch must not offer Undo"
 
     chromium.find_element(By.XPATH, "//summary[.='Audit trail']").click()
     wait("the audit trail names who and why", lambda: "Ada" in text(chromium, "section[aria-label=History] table"))
@@ -88,24 +88,26 @@ def test_page_reports_lost_connection_and_catches_up_after_reconnect(
     feeder.train(5)
     open_run(chromium, service, feeder.run)
     wait("the stream is open", lambda: text(chromium, ".connection") == "live")
-    canvas = wait("the heat map", lambda: chromium.find_element(By.CSS_SELECTOR, ".stack:not(.blank) canvas[tabindex]"))
+    canvas = wait(
+        "the heat map is shown", lambda: chromium.find_element(By.CSS_SELECTOR, ".stack:not(.blank) canvas[tabindex]")
+    )
     canvas.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
     service.stop()
-    wait("the loss is said", lambda: "connection lost" in text(chromium, ".connection"))
+    wait("the page reports the lost connection", lambda: "connection lost" in text(chromium, ".connection"))
     service.start()
     feeder.train(20)
     feeder.warn()
     wait("the page is live again", lambda: text(chromium, ".connection") == "live")
-    wait("the warning is there", lambda: "its score offset left its peers" in text(chromium, ".warnings"))
-    wait("the step is there", lambda: tile(chromium, "Step") == "250")
-    assert "layer 1 head 3" in text(chromium, ".reading"), "the reader's choice of a head was lost with the connection"
-    refused = complaints()  # the browser's own lines, which the page cannot keep off the console
-    # A service that is stopping answers 503 to what it still accepts; after it no connection is made.
-    assert all("ERR_" in line or "status of 503" in line for line in refused), refused
+    wait("the missed warning is shown", lambda: "its score offset left its peers" in text(chromium, ".warnings"))
+    wait("the missed steps are shown", lambda: tile(chromium, "Step") == "250")
+    assert "layer 1 head 3" in text(chromium, ".reading"), "the selected head was lost with the connection"
+    errors = complaints()  # messages of the browser itself, which a page cannot prevent
+    # While the service stops, it answers 503; afterwards connections fail.
+    assert all("ERR_" in line or "status of 503" in line for line in errors), errors
 
 
-def shown(chromium: Chrome) -> dict[str, list[str]]:
-    """What the address asks for."""
+def query_of(chromium: Chrome) -> dict[str, list[str]]:
+    """The query of the current URL."""
     return parse_qs(urlsplit(chromium.current_url).query)
 
 
@@ -114,32 +116,39 @@ def test_url_selects_head_metric_and_steps_and_follows_user_choices(
 ) -> None:
     feeder.start()
     feeder.train(60)
-    # as an alert links it (tests/dashboards/test_alert_texts.py)
-    place = {"runs": feeder.run, "head": "1.3", "metric": "head.query_norm", "steps": "200-"}
-    chromium.get(f"{service.url}/?{urlencode(place)}")
-    wait("its charts", lambda: "layer 1 head 3" in text(chromium, ".chart .legend"))
-    assert text(chromium, ".chart h3") == "Spectral norm of W_Q", "what is asked for is the first chart"
+    # the link of an alert, see tests/dashboards/test_alert_texts.py
+    query = {"runs": feeder.run, "head": "1.3", "metric": "head.query_norm", "steps": "200-"}
+    chromium.get(f"{service.url}/?{urlencode(query)}")
+    wait("the charts show the head", lambda: "layer 1 head 3" in text(chromium, ".chart .legend"))
+    assert text(chromium, ".chart h3") == "Spectral norm of W_Q", "the requested metric must be the first chart"
     chromium.find_element(By.CSS_SELECTOR, ".chart .plot").send_keys(Keys.HOME)
-    wait("it begins where the link says", lambda: text(chromium, ".chart .at") in ("step 200", "step 300"))
+    wait("the chart begins at the requested step", lambda: text(chromium, ".chart .at") in ("step 200", "step 300"))
     assert button(chromium, "Show all steps")
-    measure = Select(wait("the heat map", lambda: chromium.find_element(By.CSS_SELECTOR, ".pick select")))
+    measure = Select(wait("the heat map is shown", lambda: chromium.find_element(By.CSS_SELECTOR, ".pick select")))
     assert measure.first_selected_option.get_attribute("value") == "head.query_norm"
-    assert shown(chromium) == {name: [value] for name, value in place.items()}, "to look changes nothing"
+    assert query_of(chromium) == {name: [value] for name, value in query.items()}, (
+        "the URL must not change without a choice"
+    )
 
     measure.select_by_value("head.score_offset")
-    cells = wait("its cells", lambda: chromium.find_element(By.CSS_SELECTOR, ".stack:not(.blank) canvas[tabindex]"))
-    cells.send_keys(Keys.ARROW_LEFT, Keys.ARROW_UP)
+    canvas = wait(
+        "the cells are shown", lambda: chromium.find_element(By.CSS_SELECTOR, ".stack:not(.blank) canvas[tabindex]")
+    )
+    canvas.send_keys(Keys.ARROW_LEFT, Keys.ARROW_UP)
     button(chromium, "Show all steps").click()
     chosen = {"runs": [feeder.run], "head": ["0.2"], "metric": ["head.score_offset"]}
-    wait("the address follows", lambda: shown(chromium) == chosen)
+    wait("the URL contains the choices", lambda: query_of(chromium) == chosen)
     chromium.get(chromium.current_url)
-    wait("it is there again", lambda: "layer 0 head 2" in text(chromium, ".chart .legend"))
+    wait("the reloaded page shows the head", lambda: "layer 0 head 2" in text(chromium, ".chart .legend"))
     assert not chromium.find_elements(By.XPATH, "//button[.='Show all steps']")
 
-    scrubber = wait("the heat map", lambda: chromium.find_element(By.CSS_SELECTOR, ".scrub input"))
+    scrubber = wait("the heat map is shown", lambda: chromium.find_element(By.CSS_SELECTOR, ".scrub input"))
     scrubber.send_keys(Keys.HOME)
     wait("the first step is shown", lambda: text(chromium, ".scrub output") == "10")
-    wait("its value", lambda: text(chromium, ".reading").startswith(f"layer 0 head 2: {MINUS}1."))
+    wait(
+        "the value of the first step is shown",
+        lambda: text(chromium, ".reading").startswith(f"layer 0 head 2: {MINUS}1."),
+    )
     scrubber.send_keys(Keys.END)
     last = f"layer 0 head 2: {MINUS}6.9", f"layer 0 head 2: {MINUS}7"
     wait("the last step is shown", lambda: text(chromium, ".reading").startswith(last))
@@ -176,14 +185,14 @@ def test_page_of_million_step_run_loads_few_megabytes_in_few_requests(
         send_long_run(service.client, tmp_path / "foreshock.db")
         open_run(chromium, service, "wide")
         drawn = chromium.execute_script("return performance.now()")
-        asked = chromium.execute_script("return performance.getEntriesByType('resource').map(one => one.toJSON())")
+        requests = chromium.execute_script("return performance.getEntriesByType('resource').map(one => one.toJSON())")
         paint = chromium.execute_script("return performance.getEntriesByName('first-contentful-paint')[0].startTime")
         record_property("first paint, milliseconds", round(paint))
         record_property("all charts drawn, milliseconds", round(drawn))
-        record_property("requests", len(asked))
-        record_property("bytes", received := sum(one["encodedBodySize"] for one in asked))
+        record_property("requests", len(requests))
+        record_property("bytes", received := sum(one["encodedBodySize"] for one in requests))
         assert tile(chromium, "Step") == "1,000,384"
-        assert len(asked) < 24
+        assert len(requests) < 24
         assert received < 4 * 2**20
     finally:
         chromium.get("about:blank")
