@@ -6,18 +6,22 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.cli.typed import TRACE, foreshock
 from tests.lab.diagnosed_models import Attention, left_padded
+from tests.lab.short_traces import sample, started
 from tests.lab.tagger_model import key_bias, run_diagnose, weights
 
 from foreshock.contract.metrics.catalog import read
+from foreshock.contract.slots import identity_row
 from foreshock.kernels.flash_attention import flash_attention
 from foreshock.kernels.flash_attention.statistics import new_state
 from foreshock.lab.diagnosis.calls import Capture, Measured
 from foreshock.lab.diagnosis.examination import Head, Source, examine, of_factory
 from foreshock.lab.diagnosis.verdict import diagnose
+from foreshock.lab.recording.trace_writer import TraceWriter
 from foreshock.lab.training.model import ModelConfig
 from foreshock.lab.training.recipes import find_recipe
 from foreshock.monitor import attach
@@ -201,6 +205,28 @@ def test_healthy_trace_gets_only_the_advice_to_keep_watching() -> None:
     assert "keep watching" in result.output
     assert "foreshock switch" not in result.output
     assert [line for line in result.stdout.splitlines() if line.endswith(" ")] == []
+
+
+def test_recording_with_an_infinite_loss_is_not_called_quiet(tmp_path: Path) -> None:
+    state = np.tile(identity_row(), (2, 1))
+    with TraceWriter(tmp_path / "a.jsonl.gz", {}) as writer:
+        writer(started(2))
+        for step in (1, 2, 3):
+            writer(sample(step, step - 1, state))  # its loss is infinite
+    result = foreshock("diagnose", str(tmp_path / "a.jsonl.gz"))
+    assert result.exit_code == 0, result.output
+    output = " ".join(result.output.split())
+    assert "Verdict: a.jsonl.gz: Numbers are not finite since step 1" in output
+    assert "Diagnose the last checkpoint from before that step" in output
+    assert "keep watching" not in output
+
+
+def test_first_rounding_warning_of_a_recording_has_its_own_step() -> None:
+    warned = ((40, "score growth"), (900, "rounding"), (950, "rounding"))
+    heads = [Head("a.xz", 0, head, {}, each) for head, each in enumerate(warned)]
+    rounding, other = diagnose([Source("a.xz", heads)])
+    assert "rounding was warned about, first at step 900: layer 0 head 1, layer 0 head 2." in rounding.words
+    assert "layer 0 head 0 had a warning with another cause" in other.words
 
 
 def test_large_offset_is_a_finding_even_without_a_warning() -> None:

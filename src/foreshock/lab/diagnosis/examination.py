@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from foreshock.contract.decision import cause_of
 from foreshock.contract.metrics.catalog import read as read_metric
 from foreshock.lab.diagnosis.calls import Capture, Measured
 from foreshock.lab.diagnosis.own_code import explained, made_by
@@ -56,7 +57,7 @@ class Source:
     bad_weights: list[str] | None = None
     """Names of the parameters with non-finite values; None for a recording."""
     broken: str | None = None
-    """Description of where the first non-finite value was."""
+    """Description of where the first non-finite value was; of a recording, the sentence of the warning about it."""
     exact: bool = False
     """Whether its attention ran in float32 or wider."""
     notes: list[str] = field(default_factory=list)
@@ -139,10 +140,12 @@ def of_recording(path: Path) -> Source:
     counted = [words for sample in trace.samples if (words := sample.words()) is not None]
     found = {cell: np.array([read_metric(key, words) for words in counted]) for cell, key in _RECORDED.items()}
     warned: dict[tuple[int | None, int | None], tuple[int, str]] = {}
+    source = Source(path.name)
     for verdict in verdicts(trace):  # a later verdict may correct the cause
         place = verdict.layer, verdict.head
         warned[place] = warned.get(place, (verdict.step, ""))[0], verdict.cause
-    source = Source(path.name)
+        if verdict.layer is None and cause_of(verdict) == "not finite" and verdict.state != "cleared":
+            source.broken = verdict.sentence
     for number, (layer, head) in enumerate(trace.heads):
         known = {cell: column[np.isfinite(column)] for cell, column in ((c, f[:, number]) for c, f in found.items())}
         cells = {cell: float(values[-_LAST_POINTS:].mean()) for cell, values in known.items() if len(values)}

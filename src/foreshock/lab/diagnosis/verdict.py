@@ -78,15 +78,21 @@ def shown_heads(sources: Sequence[Source], findings: Sequence[Finding]) -> list[
 def _of_recording(source: Source) -> Iterator[Finding]:
     warned = sorted(((*head.warned, head) for head in source.heads if head.warned), key=lambda each: each[0])
     far = [head for head in source.heads if abs(head["offset"]) >= _FAR_NATS or head["largest"] >= DANGEROUS_SCORE]
+    if source.broken:
+        advice = (
+            "Diagnose the last checkpoint from before that step, on the batch that failed: module:factory with --state."
+        )
+        yield Finding("not finite", f"{source.name}: {source.broken}", (advice,))
     if far and not warned:
         words = f"{source.name}: no head was warned about, but scores of {_list(far)} are far from zero. The first has"
         words += f" an offset of {far[0]['offset']:+.1f} nats.{_moved(far[0])}"
         advice = "If attention runs in 16 bits, diagnose a checkpoint of it: module:factory with --state."
         yield Finding("large", words, (advice,), far)
-    elif not warned:
+    elif not warned and not source.broken:
         yield Finding("quiet", f"{source.name}: no head was warned about.", ("Nothing to do: keep watching.",))
-    if rounding := [head for _, cause, head in warned if cause == "rounding"]:
-        words = f"{source.name}: rounding was warned about, first at step {warned[0][0]}: {_list(rounding)}."
+    if dated := [(step, head) for step, cause, head in warned if cause == "rounding"]:
+        rounding = [head for _, head in dated]
+        words = f"{source.name}: rounding was warned about, first at step {dated[0][0]}: {_list(rounding)}."
         # switching only the warned head did not stop the failure (lab/NOTEBOOK.md)
         switch = f"foreshock switch RUN --mode {DEFAULT_MITIGATION} --reason diagnosis; or attach with policy=auto."
         yield Finding("rounding", words, (f"Take the rounding out of all heads: {switch}",), rounding)
