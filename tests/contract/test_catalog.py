@@ -69,7 +69,7 @@ def test_metrics_without_head_statistics_have_no_reader_and_no_layer_name() -> N
 
 
 @pytest.mark.parametrize("key", FROM_STATE_WORDS)
-def test_metric_of_a_head_without_samples_is_nan(key: str) -> None:
+def test_metrics_of_a_head_without_samples_are_nan_except_nonfinite_counts(key: str) -> None:
     value = read(key, identity_row()[None])
     assert value.tolist() == [0.0] if key.startswith("head.nonfinite_") else np.isnan(value).all()
 

@@ -1,4 +1,4 @@
-"""Warnings of a run are merged into incidents, one per cause, in whatever order ranks report them."""
+"""Warnings of a run are merged into incidents, one per cause, in any order of reporting."""
 
 import random
 from typing import Any

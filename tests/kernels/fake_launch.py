@@ -1,4 +1,4 @@
-"""A replacement for Hopper kernels on machines without such a GPU."""
+"""A replacement for Hopper kernels on machines without a Hopper GPU."""
 
 
 class FakeLaunch:

@@ -1,7 +1,7 @@
 """Errors of dW_Q and of the row sums of dS by rounding, in each mode, against float64, by the size of a common key.
 
-By the reference. Queries, keys and values of independent noise; all queries and keys share a direction, which makes the
-offset, and all values another. dW_Q = sum over tokens of dq_t x_t^T for random inputs x.
+The reference computes them. Queries, keys and values are independent noise; all queries and keys share a direction,
+which makes the offset, and all values share another. dW_Q = sum over tokens of dq_t x_t^T for random inputs x.
 """
 
 import math
@@ -84,7 +84,7 @@ def row_sum_defect(
 ) -> tuple[float, float]:
     """Root mean square of the row sums of dS, before and after dS is rounded; 0 in exact arithmetic.
 
-    As the dK, dV pass multiplies it, thus after a row correction.
+    The rounded dS is that of the dK, dV pass, after any row correction.
     """
     arguments = Arguments(modes, None, None, query.shape[2], key.shape[2], None, spec)
     outputs = reference.attention_forward(query, key, value, arguments)

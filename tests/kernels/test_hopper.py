@@ -1,4 +1,4 @@
-"""Which forwards use the Hopper kernel, which use Triton's, and what the Hopper kernel compiles to."""
+"""Which forwards use the Hopper kernel, which use Triton's, and the compiled code of the Hopper kernel."""
 
 import re
 import warnings

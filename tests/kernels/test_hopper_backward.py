@@ -1,4 +1,4 @@
-"""Which backwards use the Hopper kernel, which other passes are launched, and what the kernel compiles to."""
+"""Which backwards use the Hopper kernel, which other passes are launched, and the compiled code of the kernel."""
 
 import re
 import warnings
@@ -121,7 +121,7 @@ def test_environment_variable_forces_triton(monkeypatch: pytest.MonkeyPatch) -> 
         (8192, (32, 32), "top_left", 1),
         (8192, (64, 8), "top_left", 4),  # at most four under a causal mask
         (16384, (24, 8), "top_left", 3),
-        (8192, (10, 2), "top_left", 1),  # five has no smaller divisor
+        (8192, (10, 2), "top_left", 1),  # five is not divisible by 2, 3 or 4
         (8192, (8, 1), "top_left", 1),
         (1024, (32, 8), "none", 2),
         (2048, (16, 2), "none", 2),

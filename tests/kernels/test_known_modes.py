@@ -6,7 +6,7 @@ from foreshock.contract.modes import Mode
 from foreshock.kernels.flash_attention.known_modes import known_modes, note_modes
 
 UNKNOWN = (False, True, True)
-"""Whether all heads may be corrected, some corrected, or some shifted, if nothing is known."""
+"""known_modes() of unknown modes: all are corrected, some may be corrected, some may be shifted."""
 
 
 def test_unnoted_modes_may_be_anything_and_missing_modes_are_plain() -> None:

@@ -108,7 +108,7 @@ def test_views_of_fused_and_transposed_weights_have_the_same_norms() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_norms_are_zero_or_nan_for_such_weights_and_recover_afterwards() -> None:
+def test_zero_and_nan_weights_give_zero_and_nan_norms_and_later_calls_recover() -> None:
     query, key = random(1, 2, 8, 32), random(1, 2, 8, 32, seed=1)
     norms = SpectralNorms()
     zeros = [torch.zeros_like(query[0])]

@@ -1,4 +1,4 @@
-"""The Hopper backward on such a GPU: which calls use it, its accuracy compared with Triton's, and its side effects.
+"""The Hopper backward on a Hopper GPU: which calls use it, its accuracy compared with Triton's, and its side effects.
 All tests but one use Triton's forward, so that their failures come from the backward."""
 
 from collections.abc import Iterator

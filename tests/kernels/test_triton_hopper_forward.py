@@ -1,4 +1,4 @@
-"""The Hopper forward on such a GPU: which calls use it, its accuracy compared with Triton's, and its side effects."""
+"""The Hopper forward on a Hopper GPU: which calls use it, its accuracy compared with Triton's, and its side effects."""
 
 import math
 from collections.abc import Iterator

@@ -163,7 +163,7 @@ def test_softcap_is_accurate_for_scores_near_the_cap(attention: object, softcap:
 
 def test_rows_beyond_a_too_small_max_seqlen_are_nan_and_all_others_correct() -> None:
     inputs = random_inputs(40, 40, 32, seed=27)
-    starts = torch.tensor([0, 11, 36], dtype=torch.int32, device=DEVICE)  # and four rows of no sequence
+    starts = torch.tensor([0, 11, 36], dtype=torch.int32, device=DEVICE)  # the last four rows belong to no sequence
     spec = scaled(32, causal="top_left")
     options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
     correct = attend(inputs, spec, longest=(25, 25), **options)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ INTERPRETED = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
-"""Marks of modules whose kernels run in Triton's interpreter if there is no GPU."""
+"""Marks of modules whose kernels run in Triton's interpreter on machines without a GPU."""
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 ON_HOPPER = [
@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """All that one forward and backward returns; state is int64 [H, SLOT_COUNT]."""
+    """The results of one forward and backward; state is int64 [H, SLOT_COUNT]."""
 
     out: Tensor
     residual: Tensor

@@ -106,7 +106,7 @@ def append_losses_to(seen: list[float]) -> Callable[[int, Any], None]:
 
 @pytest.mark.full
 def test_crashed_run_resumes_bit_for_bit_as_an_uninterrupted_one(begin: Begin) -> None:
-    """It repeats the steps after its last checkpoint, although its trace is truncated."""
+    """The resumed run repeats the steps after its last checkpoint, although its trace was truncated."""
     expected: list[float] = []
     seen: list[float] = []
 

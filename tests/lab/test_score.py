@@ -141,8 +141,8 @@ HARM: dict[str, tuple[Steps, Steps | None, int | None]] = {
         None,
     ),
     "loss is not finite": (steps(changed(CONTROL, 1234, 1235, math.nan)), steps(CONTROL), 1235),
-    "has no recorded loss": (steps(UNKNOWN, UNKNOWN), steps(CONTROL), None),
-    "falls, and has no control": (steps(FALLING), None, None),
+    "loss is not recorded": (steps(UNKNOWN, UNKNOWN), steps(CONTROL), None),
+    "falls without a control": (steps(FALLING), None, None),
     "rises above its own past": (steps(changed(FALLING, 4500, STEPS, 0.4)), None, 4501),
 }
 

@@ -69,7 +69,7 @@ def test_training_is_determined_by_its_seed(begin: Begin) -> None:
     assert first != other
 
 
-def test_control_trains_alike_with_pytorchs_and_foreshocks_attention(begin: Begin) -> None:
+def test_control_trains_equally_with_pytorchs_and_foreshocks_attention(begin: Begin) -> None:
     """On a GPU, PyTorch uses its memory-efficient kernel, here its CPU kernel; only float32 rounding differs."""
     pytorch_run, foreshock_run = (
         begin(variant=CONTROL, seed=3, attention=attention) for attention in ("keep", "kernels")
