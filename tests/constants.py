@@ -13,10 +13,10 @@ Kind = TypeVar("Kind", bound=BaseModel)
 def settings_with(kind: type[Kind], **given: Any) -> Kind:
     """Settings with these values, some of which may be constants of the class."""
     constants = {name: value for name, value in given.items() if name in kind.__class_vars__}
-    made: type[Kind] = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    settings_class: type[Kind] = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     for name, value in constants.items():
-        setattr(made, name, value)
-    return made(**{name: value for name, value in given.items() if name not in constants})
+        setattr(settings_class, name, value)
+    return settings_class(**{name: value for name, value in given.items() if name not in constants})
 
 
 def set_alone(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str], *prefixes: str) -> None:

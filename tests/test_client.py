@@ -131,13 +131,13 @@ def test_invalid_request_raises_service_error(service: Service, ask: object, sen
     "run", ["other/../team-a/run-9", "team-a/run-9?", "team-a/run-9#2", "team-a/./run-9", "\x01\udcff"]
 )
 def test_special_characters_in_a_run_name_never_address_another_run(service: Service, run: str) -> None:
-    asked = (
+    requests = (
         lambda: service.run(run),
         lambda: service.delete(run, reason="a test"),
         lambda: service.switch(run, "row_corrected", reason="a test"),
         lambda: list(service.events(run)),
     )
-    for ask in asked:
+    for ask in requests:
         with pytest.raises(ServiceError, match="There is no run"):
             ask()
 
@@ -220,7 +220,7 @@ def test_url_and_token_come_from_arguments_environment_or_file(tmp_path: Path, m
         sent.append((str(request.url.copy_with(path="/")), request.headers["authorization"]))
         return httpx.Response(200, json={"run": "r"})
 
-    def asked(*given: str) -> None:
+    def request_run(*given: str) -> None:
         with Service(*given, transport=httpx.MockTransport(answered)) as client:
             client.run("r")
 
@@ -228,10 +228,10 @@ def test_url_and_token_come_from_arguments_environment_or_file(tmp_path: Path, m
     file.write_text("of-the-file\n")
     monkeypatch.setenv("FORESHOCK_URL", "https://foreshock.example:99")
     monkeypatch.setenv("FORESHOCK_TOKEN_FILE", str(file))
-    asked()
+    request_run()
     monkeypatch.setenv("FORESHOCK_TOKEN", "of-the-variable")
-    asked()
-    asked("http://elsewhere", "of-the-caller\n")
+    request_run()
+    request_run("http://elsewhere", "of-the-caller\n")
     assert sent == [
         ("https://foreshock.example:99/", "Bearer of-the-file"),
         ("https://foreshock.example:99/", "Bearer of-the-variable"),

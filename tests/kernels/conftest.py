@@ -46,21 +46,21 @@ def check_launch_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     def compare_and_launch(
         self: Any, name: Any, tensors: tuple[Tensor | int | None, ...], settle: Callable[[], Any]
     ) -> None:
-        made = settle()
+        settled = settle()
         known = (id(self), name, *[tensor is None for tensor in tensors])
         kinds = list(map(_kind, tensors))
         read = [
             _ADDRESS if isinstance(tensor, int) else (tensor.shape, tensor.stride())
-            for place in made.tiles
+            for place in settled.tiles
             if (tensor := tensors[place]) is not None
         ]
-        _, (made_first, kinds_first, read_first) = first.setdefault(known, (self, (made, kinds, read)))
+        _, (settled_first, kinds_first, read_first) = first.setdefault(known, (self, (settled, kinds, read)))
         kinds = [before if kind is _ADDRESS else kind for kind, before in zip(kinds, kinds_first, strict=True)]
         read = [before if kind is _ADDRESS else kind for kind, before in zip(read, read_first, strict=True)]
-        assert (made_first, kinds_first, read_first) == (made, kinds, read), (
+        assert (settled_first, kinds_first, read_first) == (settled, kinds, read), (
             f"launch {name} differs from the first one with the same key"
         )
-        launch(self, name, tensors, lambda: made)
+        launch(self, name, tensors, lambda: settled)
 
     monkeypatch.setattr(Call, "launch", compare_and_launch)
 

@@ -30,9 +30,9 @@ def leaves(length_q: int, length_k: int, kv_heads: int, dtype: torch.dtype, seed
     shared = 2.0 * torch.randn(
         16, generator=generator
     )  # a direction that all keys share, so that row correction has an effect
-    made = [torch.randn(shape, generator=generator) for shape in shapes]
-    made[1] += shared
-    return [x.to(dtype).requires_grad_() for x in made]
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    inputs[1] += shared
+    return [x.to(dtype).requires_grad_() for x in inputs]
 
 
 def attention_by_operators(inputs: list[Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:

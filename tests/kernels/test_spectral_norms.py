@@ -38,11 +38,11 @@ def failing(query: list[Tensor], key: list[Tensor], size: float) -> tuple[list[T
     grown: tuple[list[Tensor], list[Tensor]] = ([], [])
     for pair in zip(query, key, strict=True):
         shared = torch.randn(len(pair[1]), pair[1].shape[1], 1, generator=generator)
-        for weight, made in zip(pair, grown, strict=True):
+        for weight, grown_weights in zip(pair, grown, strict=True):
             left = shared.repeat_interleave(len(weight) // len(shared), 0)
             right = torch.randn(len(weight), 1, weight.shape[2], generator=generator)
             spike = left / left.norm(dim=1, keepdim=True) * (right / right.norm(dim=2, keepdim=True))
-            made.append(weight + size * torch.linalg.matrix_norm(weight, 2)[:, None, None] * spike)
+            grown_weights.append(weight + size * torch.linalg.matrix_norm(weight, 2)[:, None, None] * spike)
     return grown
 
 

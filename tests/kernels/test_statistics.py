@@ -101,15 +101,15 @@ def tensors(style: str, shape: tuple[int, int, int, int, int, int], seed: int = 
     batch, heads, kv_heads, queries, keys, dim = shape
     generator = torch.Generator().manual_seed(seed)
     sizes = [(batch, heads, queries, dim), *[(batch, kv_heads, keys, dim)] * 2, (batch, heads, queries, dim)]
-    made = [torch.randn(*size, generator=generator) for size in sizes]
+    inputs = [torch.randn(*size, generator=generator) for size in sizes]
     if style == "lattice":  # few distinct scores, so that rows tie exactly
-        made[:2] = [(x * 1.2).round() / 2 for x in made[:2]]
+        inputs[:2] = [(x * 1.2).round() / 2 for x in inputs[:2]]
     if style == "offset":  # keys share a component, so that scores are large and tie when rounded
-        made[1] += 6.0
-        made[0] += 3.0
+        inputs[1] += 6.0
+        inputs[0] += 3.0
     if style == "below zero":  # all scores, and so every row's largest
-        made[0], made[1] = made[0].abs(), -made[1].abs()
-    return [x.bfloat16() for x in made]
+        inputs[0], inputs[1] = inputs[0].abs(), -inputs[1].abs()
+    return [x.bfloat16() for x in inputs]
 
 
 def counted(tensors: list[Tensor], case: dict[str, Any], modes: Tensor | None = None) -> Tensor:

@@ -194,8 +194,8 @@ def test_results_do_not_depend_on_uninitialised_memory(
             def filled_with_words(
                 *given: object, _plain: object = plain, _words: tuple[float, int] = (float_word, word), **named: object
             ) -> Tensor:
-                made: Tensor = _plain(*given, **named)  # type: ignore[operator]
-                return made.fill_(_words[0] if made.is_floating_point() else _words[1])
+                tensor: Tensor = _plain(*given, **named)  # type: ignore[operator]
+                return tensor.fill_(_words[0] if tensor.is_floating_point() else _words[1])
 
             monkeypatch.setattr(owner, name, filled_with_words)
         results.append(attend(inputs, spec, modes=modes, **options))  # type: ignore[arg-type]

@@ -165,8 +165,8 @@ def test_replay_without_a_service_explains_how_to_start_one() -> None:
 
 def test_replay_at_a_given_speed_delivers_each_event_on_time(tmp_path: Path) -> None:
     trace = read_trace(record(tmp_path / "made-up.jsonl.gz", fails=False))
-    began, heard = time.monotonic(), dict[int, float]()
+    began, times = time.monotonic(), dict[int, float]()
     due = {"played": trace}
-    replay(due, steps_per_second=20_000.0, on_event=lambda _, event: heard.update({event.step: time.monotonic()}))
-    assert list(heard) == list(range(0, STEPS + 1, 50))
-    assert all(at - began >= step / 20_000 for step, at in heard.items())
+    replay(due, steps_per_second=20_000.0, on_event=lambda _, event: times.update({event.step: time.monotonic()}))
+    assert list(times) == list(range(0, STEPS + 1, 50))
+    assert all(at - began >= step / 20_000 for step, at in times.items())

@@ -107,14 +107,14 @@ def test_run_with_nan_in_every_field_has_no_verdict(tmp_path: Path) -> None:
 def test_z_score_detects_spikes_after_an_earlier_spike() -> None:
     loss = noisy(2.0, 900)
     loss[[100, 600, 610]] += 1.0
-    made = Steps(np.arange(1, 901), loss, np.full(900, math.nan), np.ones(900, dtype=np.int64))
+    spiked_steps = Steps(np.arange(1, 901), loss, np.full(900, math.nan), np.ones(900, dtype=np.int64))
     found = {each.name: each for each in BASELINES}["loss z-score"]
     trace = read_trace(TRACES / "key-bias_fp32_batch32.trace.xz")
-    signal = found.signal(type(trace)(trace.path, {}, trace.started, [], made))
+    signal = found.signal(type(trace)(trace.path, {}, trace.started, [], spiked_steps))
     assert signal is not None
     assert set(signal.step[signal.value > 10].tolist()) == {601, 611}
     assert {each.name: each for each in BASELINES}["gradient-norm z-score"].signal(
-        type(trace)(trace.path, {}, trace.started, [], made)
+        type(trace)(trace.path, {}, trace.started, [], spiked_steps)
     ) is None
 
 
@@ -122,9 +122,9 @@ def test_z_score_detects_spikes_after_an_earlier_spike() -> None:
 
 
 def changed(values: Floats, begin: int, end: int, excess: float) -> Floats:
-    made = values.copy()
-    made[begin:end] += excess
-    return made
+    result = values.copy()
+    result[begin:end] += excess
+    return result
 
 
 CONTROL, UNKNOWN, HALF = noisy(2.0), np.full(STEPS, math.nan), np.full(STEPS, 0.5)

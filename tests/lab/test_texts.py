@@ -26,12 +26,12 @@ def texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Source files of 600 characters each, and three that are skipped: a duplicate, a short file and an image."""
-    made = random.Random(1)
+    generator = random.Random(1)
     folder = tmp_path / "packages"
     for number in range(FILES):
         path = folder / f"part{number % 7}" / f"module{number}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"name_{made.randrange(1000):03} = {number:03}\n" for _ in range(40))[:600])
+        path.write_text("".join(f"name_{generator.randrange(1000):03} = {number:03}\n" for _ in range(40))[:600])
     shutil.copy(folder / "part0" / "module0.py", folder / "copy.py")
     (folder / "short.py").write_text("x = 1\n")
     (folder / "picture.png").write_text("y" * 600)
@@ -96,11 +96,11 @@ def test_byte_pair_text_is_reproducible_and_recipes_train_on_it() -> None:
         read_text("byte-pairs")
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         installed(("rich", "no_such_package"))
-    made, again = (make_text("byte-pairs", installed(("typer", "rich")), 300_000) for _ in range(2))
-    assert again.sha256 == made.sha256
-    assert torch.equal(made.tokens, read_text("byte-pairs").tokens)
-    assert 50_000 < len(made.tokens) < 300_000
-    assert 256 < int(made.tokens.max()) < VOCABULARIES["byte-pairs"]
+    first_text, again = (make_text("byte-pairs", installed(("typer", "rich")), 300_000) for _ in range(2))
+    assert again.sha256 == first_text.sha256
+    assert torch.equal(first_text.tokens, read_text("byte-pairs").tokens)
+    assert 50_000 < len(first_text.tokens) < 300_000
+    assert 256 < int(first_text.tokens.max()) < VOCABULARIES["byte-pairs"]
     recipe = find_recipe("kb256")
     tiny = replace(recipe, model=replace(recipe.model, layers=1, heads=2, width=16, context=32), batch=2)
     for variant in (UNTREATED, CONTROL):

@@ -63,9 +63,9 @@ def test_demo_recordings_and_their_warnings_match_the_full_traces() -> None:
 
 
 def test_twins_are_equal_until_the_switch_and_the_opening_states_the_step() -> None:
-    alone, switched = WHOLE[LEFT_ALONE].steps, WHOLE[SWITCHED].steps
-    both = min(len(alone.loss), len(switched.loss))
-    first_other = int(alone.step[:both][alone.loss[:both] != switched.loss[:both]][0])
+    left_alone, switched = WHOLE[LEFT_ALONE].steps, WHOLE[SWITCHED].steps
+    both = min(len(left_alone.loss), len(switched.loss))
+    first_other = int(left_alone.step[:both][left_alone.loss[:both] != switched.loss[:both]][0])
     until = equal_until(RUNS[LEFT_ALONE], RUNS[SWITCHED])
     (at,) = [event.step for event in RUNS[SWITCHED].events if isinstance(event, wire.Switched)]
     assert until <= at < first_other
@@ -108,8 +108,8 @@ def test_ending_matches_the_recorded_steps_and_scores(
     story_and_lines: tuple[Story, list[tuple[int, str, str]]],
 ) -> None:
     story, _ = story_and_lines
-    alone, of_pytorch, switched = story.ending()
-    for run, sentence in ((LEFT_ALONE, alone), (OF_PYTORCH, of_pytorch)):
+    left_alone, of_pytorch, switched = story.ending()
+    for run, sentence in ((LEFT_ALONE, left_alone), (OF_PYTORCH, of_pytorch)):
         first = next(v for v in verdicts(RUNS[run]) if v.state == "raised")
         assert sentence.startswith(
             f"{run} was warned about at step {first.step:,}: layer {first.layer} head {first.head}"
