@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.constants import set_alone
 from tests.e2e.running import absent
+from tests.overrides import set_environment
 
 from foreshock.server.settings import Settings
 
@@ -176,7 +176,7 @@ def test_service_accepts_the_created_secrets(
 ) -> None:
     folder = secrets_folder(tmp_path / "secrets", *options)
     shipped = SERVICES["foreshock"]["environment"]
-    set_alone(monkeypatch, {name: value.replace("/run/secrets", str(folder)) for name, value in shipped.items()})
+    set_environment(monkeypatch, {name: value.replace("/run/secrets", str(folder)) for name, value in shipped.items()})
     settings = Settings()
     assert settings.migrate is True
     assert settings.database_url.startswith("postgresql://" if options else "sqlite:////data/")

@@ -8,7 +8,7 @@ import httpx
 import kubernetes_validate
 import pytest
 import yaml
-from tests.constants import set_alone
+from tests.overrides import set_environment
 
 from foreshock.server.settings import Settings, UnusableSettingsError, settings_of
 from foreshock.server.testing import LiveService
@@ -113,7 +113,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def test_service_accepts_the_settings_and_secrets_of_the_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_alone(monkeypatch, environment(tmp_path))
+    set_environment(monkeypatch, environment(tmp_path))
     settings = settings_of()
     assert settings.database_url.startswith("postgresql://")
     assert all(set(token.sha256) in ({"0"}, {"1"}) for token in settings.tokens), (
@@ -131,7 +131,7 @@ def test_service_links_are_disabled_because_foreshock_port_would_conflict(
 ) -> None:
     assert document("Deployment", store)["spec"]["template"]["spec"]["enableServiceLinks"] is False
     port = document("Service", "common")["spec"]["ports"][0]["port"]
-    set_alone(monkeypatch, {**environment(tmp_path), "FORESHOCK_PORT": f"tcp://10.0.0.7:{port}"})
+    set_environment(monkeypatch, {**environment(tmp_path), "FORESHOCK_PORT": f"tcp://10.0.0.7:{port}"})
     with pytest.raises(UnusableSettingsError):
         settings_of()
 

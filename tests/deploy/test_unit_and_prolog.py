@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.constants import set_alone
 from tests.e2e.running import absent
 from tests.monitor.torchrun import trained
+from tests.overrides import set_environment
 
 from foreshock.monitor import AgentConfig
 from foreshock.monitor.transport.private_folder import PrivateFolder
@@ -49,7 +49,7 @@ def test_service_accepts_the_environment_of_the_unit(tmp_path: Path, monkeypatch
     tokens.write_text('[{"name": "a", "sha256": "%s", "scopes": ["ingest"]}]' % ("0" * 64))
     lines = (DEPLOY / "systemd" / "foreshock.env").read_text().splitlines()
     shipped = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
-    set_alone(monkeypatch, {**shipped, "FORESHOCK_TOKENS_FILE": str(tokens)})
+    set_environment(monkeypatch, {**shipped, "FORESHOCK_TOKENS_FILE": str(tokens)})
     settings = settings_of()
     state = re.search(r"^StateDirectory=(\w+)$", UNIT.read_text(), re.MULTILINE)
     assert state is not None
@@ -87,7 +87,7 @@ def prolog(var_tmp: Path, **environment: str) -> dict[str, str]:
 def test_each_slurm_task_is_a_rank_of_the_same_run(monkeypatch: pytest.MonkeyPatch, rank: int, var_tmp: Path) -> None:
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_ACCOUNT": "team-a", "SLURM_NTASKS": "32"}
     variables = prolog(var_tmp, **job, SLURM_PROCID=str(rank))
-    set_alone(monkeypatch, variables, "SLURM_", "RANK")
+    set_environment(monkeypatch, variables, "SLURM_", "RANK")
     config = AgentConfig()
     assert (config.run, config.rank, config.world_size) == ("team-a/4711", rank, 32)
     assert config.url == "https://foreshock.example.org"
@@ -107,7 +107,7 @@ def test_torchrun_workers_under_slurm_have_their_own_ranks(
 ) -> None:
     """Runs the real torchrun, because its variables must not be guessed. Importing PyTorch twice takes seconds."""
     job = {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
-    set_alone(
+    set_environment(
         monkeypatch, {**job, **prolog(var_tmp, **job)}, "SLURM_"
     )  # the environment of `srun torchrun` before torchrun starts
     assert os.environ["FORESHOCK_RANK"] == "0"

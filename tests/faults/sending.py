@@ -5,9 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.constants import settings_with
 from tests.e2e import running
 from tests.faults.hostile_server import HostileServer
+from tests.overrides import settings_with
 
 from foreshock.contract import wire
 from foreshock.monitor import AgentConfig

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import httpx
 import pytest
 from fastapi import FastAPI
-from tests.constants import settings_with
+from tests.overrides import settings_with
 from tests.server.postgresql import new_database, started_postgres
 
 from foreshock.contract.wire import AGE_HEADER, REPLAYED_HEADER, Ack, Batch, Event

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.constants import settings_with
+from tests.overrides import settings_with
 from tests.server.postgresql import new_database
 
 from foreshock.contract.wire import AgentHealth, Finished, Sample

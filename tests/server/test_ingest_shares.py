@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from starlette.types import Message
-from tests.constants import settings_with
+from tests.overrides import settings_with
 
 from foreshock.server.endpoint import Writer
 from foreshock.server.logs import Counters

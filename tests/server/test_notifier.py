@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 from sqlalchemy import update
-from tests.constants import settings_with
+from tests.overrides import settings_with
 from tests.server.incident_examples import example
 
 from foreshock.contract.causes import CAUSES

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import SecretStr, ValidationError
-from tests.constants import settings_with
+from tests.overrides import settings_with
 
 from foreshock.server.notifier import Notifier
 from foreshock.server.outgoing import Outgoing, OutgoingError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from tests.constants import set_alone
+from tests.overrides import set_environment
 
 from foreshock.server.settings import Settings, Token, UnusableSettingsError, settings_of
 
@@ -43,7 +43,7 @@ def test_shipped_settings_do_not_start_without_tokens(monkeypatch: pytest.Monkey
     shipped = (ROOT / "deploy" / "systemd" / "foreshock.env").read_text().splitlines()
     lines = dict(line.split("=", 1) for line in shipped if not line.startswith("#"))
     del lines["FORESHOCK_TOKENS_FILE"]
-    set_alone(monkeypatch, lines)
+    set_environment(monkeypatch, lines)
     with pytest.raises(UnusableSettingsError, match=r"FORESHOCK_ALLOWED_HOSTS is set, .* no token is set"):
         settings_of()
     monkeypatch.setenv("FORESHOK_TOKENS_FILE", "/etc/foreshock/tokens.json")

@@ -19,7 +19,7 @@ def settings_with(kind: type[Kind], **given: Any) -> Kind:
     return settings_class(**{name: value for name, value in given.items() if name not in constants})
 
 
-def set_alone(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str], *prefixes: str) -> None:
+def set_environment(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str], *prefixes: str) -> None:
     """Set these variables, and unset all other variables of foreshock or with one of these prefixes."""
     for name in [name for name in os.environ if name.startswith(("FORESHOCK_", *prefixes))]:
         monkeypatch.delenv(name)
