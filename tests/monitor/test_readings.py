@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from tests.contract.state_words import states
 from tests.monitor.courses import EVERY, reading
 from tests.monitor.doubles import ScriptedDetectors
-from tests.monitor.tiny_models import tiny_gpt, train_step
+from tests.monitor.tiny_models import batch, tiny_gpt, train_step
 
 from foreshock.contract.metrics import catalog
 from foreshock.contract.slots import SLOT_COUNT, Slot, Words, identity_row, slot_values
@@ -64,18 +64,24 @@ def test_readings_of_other_heads_are_refused_with_both_numbers() -> None:
         Detectors([(0, 0), (0, 1)]).update(reading(EVERY))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     ("numerics", "autocast", "rounds"),
     [("auto", False, False), ("auto", True, True), ("float32", True, False), ("kernel", False, True)],
 )
-def test_detectors_hear_whether_attention_rounds(numerics: Numerics, autocast: bool, rounds: bool) -> None:
+def test_detectors_hear_whether_attention_rounds(
+    numerics: Numerics, autocast: bool, rounds: bool, compiled: bool
+) -> None:
     model = tiny_gpt()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with attach(model, numerics=numerics, sample_every_steps=1, strict=True, quiet=True) as agent:
         heard = agent.detectors = ScriptedDetectors(4)
+        run = torch.compile(model, backend="eager") if compiled else model
         for step in range(2):
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-                loss = train_step(model, optimizer, step)
+                loss = train_step(run, optimizer, step)
+            with torch.no_grad(), nullcontext() if autocast else torch.autocast("cpu", torch.bfloat16):
+                run(batch(9))  # an evaluation says nothing about the training
             agent.step(loss)
     assert heard.readings
     assert {reading.rounds for reading in heard.readings} == {rounds}

@@ -106,7 +106,7 @@ class WatchedLayer:
     layout: "LayoutCheck | None" = None
     """Finds the rows of W_Q and W_K that belong to each head."""
     rounds: bool = field(init=False)
-    """Whether its attention is computed in a dtype that rounds; under "auto" set by the last eager call."""
+    """Whether its attention is computed in a dtype that rounds; under "auto" set by the last training call."""
     has_score_mod: bool = field(default=False, init=False)
     """Whether a call used a score_mod or a block mask, which the pass over all rows does not support."""
     reason: str | None = field(default=None, init=False)
@@ -328,8 +328,9 @@ class WatchedLayer:
             self.layout.observe_call(query, key, value)
         if torch.is_grad_enabled():
             self.dropout_p = options.get("dropout_p", 0.0)
+            self.rounds = numerics_for(query, self.numerics) not in _EXACT
         if not torch.compiler.is_compiling():
-            self.head_dim, self.rounds = query.shape[-1], numerics_for(query, self.numerics) not in _EXACT
+            self.head_dim = query.shape[-1]
             if torch.is_grad_enabled() and not out.requires_grad:
                 self.count_unmeasured_call("nothing that it depends on is trained, so no backward runs through it")
         return out.requires_grad
