@@ -20,9 +20,12 @@ from tests.monitor.unusual_attention import (
     WIDTH,
     ByHand,
     Convolutions,
+    Flatten,
     Gated,
     Mixing,
+    NamedHeadsOfALibrary,
     NobodyTellsHeads,
+    OfALibrary,
     ParameterBank,
     Pattern,
     PyTorchsOfARegistry,
@@ -210,6 +213,9 @@ def test_heads_that_only_the_call_tells_are_watched_from_the_second_step_and_fro
     assert rows == [18] * HEADS
 
 
+OF_A_LIBRARY = "calls tests.monitor.unusual_attention.MHAOfALibrary, which foreshock does not measure"
+
+
 def told_of(kind: type[nn.Module], caplog: pytest.LogCaptureFixture, **options: Any) -> str:
     """What the log and the report say of a model with an attention that is watched and a module of this kind."""
     torch.manual_seed(0)
@@ -227,6 +233,7 @@ def told_of(kind: type[nn.Module], caplog: pytest.LogCaptureFixture, **options: 
     [
         *((kind, "it computes its attention by hand") for kind in (ByHand, Gated, ReversedProducts)),
         (PyTorchsOfARegistry, "it calls PyTorch's attention where it cannot be met"),
+        (OfALibrary, f"it {OF_A_LIBRARY}"),
     ],
 )
 def test_attention_that_is_not_met_is_named_whatever_its_names_are(
@@ -235,6 +242,13 @@ def test_attention_that_is_not_met_is_named_whatever_its_names_are(
     told = told_of(kind, caplog)
     assert told.count(f"the attention of 1 is not watched: {why}") == 1
     assert f"1 x not monitored: {why}" in told
+    assert told.endswith("watched 1 of 2 attention layers")
+
+
+@pytest.mark.promise("A24")
+def test_a_candidate_that_calls_a_function_of_a_library_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    told = told_of(NamedHeadsOfALibrary, caplog)
+    assert f"not monitored: it {OF_A_LIBRARY}; have it call scaled_dot_product_attention" in told
     assert told.endswith("watched 1 of 2 attention layers")
 
 
@@ -261,8 +275,9 @@ OF_PRODUCTS = (ByHand, Pattern, Gated, Router, ReversedProducts, ParameterBank)
     [
         (OF_PRODUCTS, {**dict.fromkeys("135", BY_HAND), "6": OUT_OF_REACH}),
         ([lambda: nn.TransformerEncoderLayer(WIDTH, 2, batch_first=True)], {"1.self_attn": BY_HAND}),
+        ((OfALibrary, Flatten), {"1": OF_A_LIBRARY}),
     ],
-    ids=["of products", "of a layer of PyTorch"],
+    ids=["of products", "of a layer of PyTorch", "of a library"],
 )
 def test_each_attention_is_found_under_its_module_and_nothing_else_is(
     kinds: Any, found: dict[str, str], autocast: bool

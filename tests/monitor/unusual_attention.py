@@ -1,5 +1,7 @@
 """Attention whose parts bear no name that one could expect."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -122,6 +124,57 @@ class PyTorchsOfARegistry(_Projected):
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.projected(x)
         return OF_PYTORCH["sdpa"](query, key, value).transpose(1, 2).flatten(2)
+
+
+class MHAOfALibrary(torch.autograd.Function):
+    """A kernel of a library, here of PyTorch's operators."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        return (query @ key.mT).softmax(-1) @ value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with torch.enable_grad():
+            query, key, value = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+            out = (query @ key.mT).softmax(-1) @ value
+        return None, *torch.autograd.grad(out, (query, key, value), grads)
+
+
+class OfALibrary(_Projected):
+    """The autograd function of a library that foreshock does not know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = MHAOfALibrary.apply("fast", *self.projected(x))  # type: ignore[no-untyped-call]
+        return out.transpose(1, 2).flatten(2)
+
+
+class NamedHeadsOfALibrary(OfALibrary):
+    """The same in a module that may be attention by its attributes."""
+
+    num_heads, names = HEADS, ("q_proj", "k_proj", "v_proj")
+
+
+class FlattenOfALibrary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], grads[0].sum((0, 1))
+
+
+class Flatten(nn.Module):
+    """Another autograd function of a library: no attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FlattenOfALibrary.apply(x, self.bias)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Pattern(nn.Module):

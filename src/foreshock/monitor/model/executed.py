@@ -1,9 +1,10 @@
 """Find the attention that a model computes from the autograd graph of a backward, without running anything for it.
 
-Softmax attention is one of PyTorch's attention operators, or a softmax of scores that are a product of two activations,
-where the result of the softmax is an operand of another product. A product with a parameter is a linear layer, so the
-softmax of a router is not attention. Additive attention does not have such a product and is not detected, nor is
-attention in a graph that is compiled or recomputed in the backward.
+Softmax attention is one of PyTorch's attention operators, an autograd function whose name contains attention, or a
+softmax of scores that are a product of two activations, where the result of the softmax is an operand of another
+product. A product with a parameter is a linear layer, so the softmax of a router is not attention. Additive attention
+does not have such a product and is not detected, nor is attention in a graph that is compiled or recomputed in the
+backward.
 
 The softmax of such an attention saves its result for the backward, so rows that became NaN can be counted there. A
 tensor that is packed by other hooks, such as those of activation checkpointing, is not read.
@@ -26,6 +27,8 @@ _PASS_ON: Final = re.compile(
 """Functions that change values elementwise, or only their shape or position."""
 _SOFTMAX: Final = ("Softmax", "SafeSoftmax")
 _OPERATOR: Final = re.compile(r"_?ScaledDotProduct\w*Attention\w*Backward0")
+_FUNCTION: Final = re.compile("Atte?n|(?<![A-Za-z])atte?n|MHA|mha")
+"""Parts of the name of an autograd function of a library that computes attention."""
 _PROBE: Final = "_Probed"
 """The node after an attention that is intercepted and measured (monitor/attention/probe.py)."""
 _LAYER: Final = re.compile(
@@ -42,10 +45,10 @@ class Executed(NamedTuple):
     """An attention that is not intercepted."""
 
     how: str
-    """BY_HAND or OUT_OF_REACH"""
+    """BY_HAND, OUT_OF_REACH, or that it calls an autograd function, with its name"""
     softmax: Any = None
     product: Any = None
-    """Nodes of the graph: its softmax, and the product of its queries and keys; None for an attention operator"""
+    """Nodes of the graph: its softmax, and the product of its queries and keys; None if it is not computed by hand"""
 
 
 def attention_in(roots: Iterable[Tensor], model: nn.Module) -> dict[str, Executed] | None:
@@ -64,12 +67,24 @@ def attention_in(roots: Iterable[Tensor], model: nn.Module) -> dict[str, Execute
             executed = [each for weights in _operands(node) for each in _scores_behind(weights)]
         elif _OPERATOR.fullmatch(kind):
             executed = [(_inputs(node)[:2], Executed(OUT_OF_REACH))]
+        elif (name := _function_of_a_library(node)) and (operands := list(filter(None, _inputs(node)))):
+            # queries, keys and values may be one tensor
+            executed = [((operands * 2)[:2], Executed(f"calls {name}, which foreshock does not measure"))]
         else:
             continue
         for pair, how in executed:
-            if (name := _owner(pair, names, modules)) is not None:
-                found.setdefault(name, how)
+            if (owner := _owner(pair, names, modules)) is not None:
+                found.setdefault(owner, how)
     return {name: found[name] for name in modules if name in found}  # nodes of a graph are not ordered
+
+
+def _function_of_a_library(node: Any) -> str:
+    """Return the full name of the attention that this node of a torch.autograd.Function belongs to; "" if the node is
+    another one."""
+    function = getattr(node, "_forward_cls", None)
+    if function is None or not _FUNCTION.search(function.__name__) or function.__module__.startswith("foreshock."):
+        return ""
+    return f"{function.__module__}.{function.__name__}"
 
 
 def _all_from(roots: list[Any]) -> list[Any]:
