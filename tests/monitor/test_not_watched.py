@@ -196,7 +196,7 @@ def test_more_heads_than_were_announced_are_told_with_the_way_to_announce_them(
 
 
 def test_calls_outside_every_watched_module_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    model, x = tiny_gpt(), torch.randn(1, 2, 4, 8)
+    model, x = tiny_gpt(), torch.randn(1, 2, 4, 8, requires_grad=True)
     with attach(model, **EVERY_STEP) as agent, caplog.at_level(logging.WARNING, "foreshock"):
         F.scaled_dot_product_attention(x, x, x)
         train(agent, model, 1)
@@ -205,7 +205,7 @@ def test_calls_outside_every_watched_module_are_named(caplog: pytest.LogCaptureF
 
 def test_calls_outside_that_train_nothing_or_came_before_attach_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
     other, model = tiny_gpt(), tiny_gpt(seed=1)
-    x = torch.randn(1, 2, 4, 8)
+    x = torch.randn(1, 2, 4, 8, requires_grad=True)
     with attach(other, **EVERY_STEP):
         F.scaled_dot_product_attention(x, x, x)
         with caplog.at_level(logging.WARNING, "foreshock"), attach(model, **EVERY_STEP) as agent:
@@ -214,6 +214,7 @@ def test_calls_outside_that_train_nothing_or_came_before_attach_are_no_news(capl
                 average(batch(0))
             with torch.inference_mode():
                 average(batch(0))
+            average.requires_grad_(False)(batch(0))  # as a teacher
             train(agent, model, 1)
     assert "outside every watched module" not in caplog.text
 

@@ -491,7 +491,7 @@ class _Outside:
     calls: int = 0
     """Attention calls outside every watched module, in the whole process."""
     trained: int = 0
-    """Those of them with gradients enabled: not calls of evaluation, of an averaged model or of a teacher."""
+    """Those of them whose queries or keys need gradients: not calls of evaluation, an averaged model or a teacher."""
     layers: Final[WeakSet[WatchedLayer]] = WeakSet()
     """The layers of all attached agents."""
     scouts: Final[WeakSet[Scout]] = WeakSet()
@@ -623,7 +623,7 @@ def note_call_outside(query: Tensor, key: Tensor) -> None:
     if (outside.scouts or outside.calls < _LOOKED_AT) and tell_scouts(_caller(), query, key):
         return
     outside.calls += 1
-    outside.trained += torch.is_grad_enabled()
+    outside.trained += torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
 
 
 def tell_scouts(module: nn.Module | None, query: Tensor, key: Tensor) -> bool:
