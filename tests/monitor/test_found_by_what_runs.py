@@ -3,6 +3,7 @@
 import logging
 import math
 import types
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -340,6 +341,24 @@ class Told(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return attend(x, x, x)
+
+
+class Deprecated(Told):
+    """As in diffusers: the settings of a model are deprecated attributes of the model too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "num_heads":
+            warnings.warn(f"use config.{name}", FutureWarning, stacklevel=2)
+            return 4
+        return super().__getattr__(name)
+
+
+def test_a_deprecated_attribute_of_a_model_is_read_without_a_warning() -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        (found,) = find_attention(Deprecated({}, qkv=96), {})
+    assert found.heads == 4
+    assert not shown
 
 
 def test_groups_of_queries_that_a_configuration_tells_are_key_heads() -> None:

@@ -11,6 +11,7 @@ recognises them without importing any library.
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType
@@ -201,17 +202,18 @@ def find_attention(
     `given_heads`: numbers of heads by module name. `called`: findings of a step by the name of each module that called
     attention; None if nothing ran yet, in which case the result is a list of candidates.
     """
+    found: list[Found] = []
     # .items(), because iterating over the dictionary of a TorchScript module fails
     parents = {f"{name}.{c}" if name else c: m for name, m in model.named_modules() for c, _ in m._modules.items()}
-    found: list[Found] = []
-    for name in _chosen(model, given_heads, called):
-        module, asked = model.get_submodule(name), given_heads.get(name)
-        shown = (called or {}).get(name)
-        described = _describe(name, module, parents.get(name), asked, shown)
-        if described is None:
-            continue
-        certain = asked is not None or isinstance(module, nn.MultiheadAttention) or make_of(module) is not None
-        found.append(replace(_share(described, model), certain=certain))
+    with warnings.catch_warnings(action="ignore"):  # of attributes that a library deprecates
+        for name in _chosen(model, given_heads, called):
+            module, asked = model.get_submodule(name), given_heads.get(name)
+            shown = (called or {}).get(name)
+            described = _describe(name, module, parents.get(name), asked, shown)
+            if described is None:
+                continue
+            certain = asked is not None or isinstance(module, nn.MultiheadAttention) or make_of(module) is not None
+            found.append(replace(_share(described, model), certain=certain))
     return found
 
 
