@@ -48,6 +48,7 @@ def test_runs_lists_all_runs_or_shows_one(service: LiveService) -> None:
         (["run-1", "--undo", "last", "--cancel", "last"], "--undo or --cancel without a mode"),
         (["run-1", "--cancel", "last", "--layer", "0"], "--undo or --cancel without a mode"),
         (["run-1", "--cancel", "last"], "no pending command"),
+        (["run-1", "--cancel", "last", "--dry-run"], "--dry-run is for a switch or --undo: leave it out"),
     ],
 )
 def test_invalid_switch_is_rejected_with_a_reason(service: LiveService, arguments: list[str], sentence: str) -> None:
@@ -71,6 +72,20 @@ def test_switch_and_undo_wait_for_the_agent_and_print_the_mode_change(service: L
     assert "run run-2 has no applied switch to revert" in again.stderr
 
 
+def test_undo_needs_the_run_of_the_switch_and_last_skips_a_switch_that_changed_nothing(service: LiveService) -> None:
+    with AnsweringAgent(service, FakeRank(run="run-twice", boot="b2")):
+        order = ["--layer", "1", "--head", "2", "--mode", "exact_delta", "--reason", "its offset doubles", "--json"]
+        done, _ = (foreshock("switch", "run-twice", *order, "--url", service.url) for _ in range(2))
+        command = json.loads(done.stdout)["commands"][0]["id"]
+        undo = ["--reason", "a mistake", "--url", service.url, "--undo"]
+        elsewhere = foreshock("switch", "run-1", *undo, command)
+        undone = foreshock("switch", "run-twice", *undo, "last")
+    assert elsewhere.exit_code == 1
+    assert f"command {command} belongs to run run-twice" in elsewhere.stderr
+    assert undone.exit_code == 0, undone.output
+    assert "layer 1 head 2: exact_delta -> plain" in undone.output
+
+
 def test_switching_all_heads_preserves_manually_set_modes(service: LiveService) -> None:
     with AnsweringAgent(service, FakeRank(run="run-manual", boot="b2")):
         manual = ["--layer", "1", "--head", "2", "--mode", "paper_softmax", "--reason", "set by hand"]
@@ -92,6 +107,8 @@ def test_unanswered_switch_stays_pending_until_cancelled(service: LiveService) -
     ordered = foreshock("switch", "run-3", *order, "--url", service.url)
     assert ordered.exit_code == 3
     assert "The command stays pending" in ordered.output
+    assert "`foreshock incidents run-3` shows its state" in ordered.output
+    assert foreshock("switch", "run-3", *order, "--wait", "-1", "--url", service.url).exit_code == 2
     assert len(service.post(rank.batch(rank.sample(2))).commands) == 1
     cancelled = foreshock("switch", "run-3", "--cancel", "last", "--reason", "the wrong run", "--url", service.url)
     assert cancelled.exit_code == 0, cancelled.output
@@ -143,6 +160,21 @@ def test_runs_json_matches_the_service_response(service_with_long_name: LiveServ
     assert [run["run"] for run in listed] == [run["run"] for run in served]
     shown = json.loads(foreshock("runs", LONG_NAME, "--json", "--url", service_with_long_name.url).output)
     assert (shown["run"], len(shown["layers"])) == (LONG_NAME, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["run.loss", "--layer", "1"], 1, "run.loss is a metric of the whole run; leave out the layer"),
+        (["run.loss", "--points", "10001"], 2, "less than or equal to 10000"),
+    ],
+)
+def test_invalid_export_is_rejected_with_a_reason(
+    service_with_long_name: LiveService, arguments: list[str], code: int, sentence: str
+) -> None:
+    done = foreshock("export", LONG_NAME, *arguments, "--url", service_with_long_name.url)
+    assert done.exit_code == code
+    assert sentence in done.stderr
 
 
 def test_curve_is_exported_as_csv(service_with_long_name: LiveService) -> None:

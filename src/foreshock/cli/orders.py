@@ -18,7 +18,7 @@ UNANSWERED, REFUSED = 3, 4
 _DONE: Final = ("applied", "dry_run")
 
 Reason = Annotated[str, typer.Option(help="Reason, recorded in the audit trail.")]
-Wait = Annotated[float, typer.Option(help="Seconds to wait for the agent's answer.")]
+Wait = Annotated[float, typer.Option(help="Seconds to wait for the agent's answer.", min=0.0)]
 Run = Annotated[str, typer.Argument(help="Run whose proposed switch you answer.")]
 Proposal = Annotated[
     str | None,
@@ -55,6 +55,8 @@ def switch(
     """
     if [mode, undo, cancel].count(None) != 2 or (mode is None and (layer is not None or head)):
         raise CommandError("use --mode, with or without --layer and --head; or --undo or --cancel without a mode")
+    if cancel is not None and dry_run:
+        raise CommandError("--dry-run is for a switch or --undo: leave it out")
     if mode is not None:
         changes = _changes(client, run, mode, layer, head)
         orders = [client.switch(run, name, reason=reason, heads=heads, dry_run=dry_run) for name, heads in changes]
@@ -110,12 +112,18 @@ def _changes(
 
 
 def _stands(command: dict[str, Any]) -> bool:
-    return command["state"] == "applied" and command["undone_by"] is None and command["undoes"] is None
+    changed = any(answer["before"] != answer["after"] for answer in command["ranks"])
+    return command["state"] == "applied" and changed and command["undone_by"] is None and command["undoes"] is None
 
 
 def _newest(client: Service, run: str, command: str, fits: Callable[[dict[str, Any]], bool], words: str) -> str:
-    """Return `command`, or for `last` the id of the newest command that `fits`; CommandError if there is none."""
+    """Return `command`, or for `last` the id of the newest command that `fits`.
+
+    Raises CommandError if there is none, or if `command` is one of another run.
+    """
     if command != "last":
+        if (owner := client.command(command)["run"]) != run:
+            raise CommandError(f"command {command} belongs to run {owner}; name that run, or a command of {run}")
         return command
     found = next((str(one["id"]) for one in client.commands(run) if fits(one)), None)
     if found is None:
@@ -177,6 +185,6 @@ def print_command(command: dict[str, Any], waited: float) -> None:
         say(f"`foreshock switch {run} --undo {command['id']}` reverts it.")
     if state not in SETTLED:
         say(
-            f"No answer within {waited:g} s. The command stays pending until the run's next batch; "
-            f"see `foreshock runs {run}`."
+            f"No answer within {waited:g} s. The command stays pending until the agent receives it with its next "
+            f"batch, or until it expires; `foreshock incidents {run}` shows its state."
         )

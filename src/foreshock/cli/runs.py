@@ -44,7 +44,7 @@ def export(
     from_step: Annotated[int | None, typer.Option(help="First step.", min=0)] = None,
     to_step: Annotated[int | None, typer.Option(help="Last step.", min=0)] = None,
     points: Annotated[
-        int, typer.Option(help="Largest number of points; each keeps its minimum and maximum.", min=1)
+        int, typer.Option(help="Largest number of points; each keeps its minimum and maximum.", min=1, max=10_000)
     ] = 10_000,
 ) -> None:
     """Print one metric of a run as CSV: step, low, high and last, and worst_head if no --head is given."""

@@ -96,8 +96,10 @@ def curve_of(text: str) -> Curve:
     """Read METRIC, METRIC:LAYER or METRIC:LAYER:HEAD. Raises ProblemError for anything else."""
     key, *where = text.split(":")
     metric = metric_of(key)
+    if where and metric.head is None:
+        raise ProblemError(422, f"{key} is a metric of the whole run; leave out the layer.")
     numbers = [int(part) for part in where if part.isascii() and part.isdigit() and len(part) < 7]
-    if len(numbers) != len(where) or len(where) > (2 if metric.head else 0):
+    if len(numbers) != len(where) or len(where) > 2:
         raise ProblemError(
             422,
             f"line {text[:80]!r} is malformed; use METRIC, for a metric of the run or the worst head of every layer, "

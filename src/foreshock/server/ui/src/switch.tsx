@@ -161,9 +161,9 @@ const VERIFIED = { verified: "✓ growth stopped", "not arrested": "▲ not arre
 
 const UNDER_WAY = ["pending", "delivered"];
 
-/** Whether some rank carried out the order; a cancelled order may have reached some ranks. */
+/** Whether some rank changed the mode of a head, so that it can be undone; a cancelled order may have reached some ranks. */
 function standing({ state, ranks }: CommandStatus): boolean {
-  return state === "applied" || (state === "cancelled" && ranks.some(({ outcome }) => outcome === "applied"));
+  return ["applied", "cancelled"].includes(state) && ranks.some(({ before, after }) => before.join() !== after.join());
 }
 
 interface CommandsProps {
