@@ -62,6 +62,33 @@ def test_serve_reports_invalid_settings_without_printing_secrets(
     assert "pydantic" not in output, "the message names the validation library instead of the problem"
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("FORESHOCK_TOKENS", "{}", 'FORESHOCK_TOKENS: use a JSON list such as ["a", "b"]'),
+        ("FORESHOCK_TOKENS", '["cluster"]', "FORESHOCK_TOKENS (0): use a JSON object"),
+        ("FORESHOCK_TOKENS", f"[{HASHED % ('ann', 'BEEF' * 16)}]", "(0.sha256): use 64 characters of 0-9 a-f"),
+        ("FORESHOCK_PORT", "tcp://10.0.0.7:80", "FORESHOCK_PORT: Input should be a valid integer"),
+    ],
+)
+def test_serve_says_which_form_a_setting_has(
+    variable: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    done = foreshock("serve")
+    assert done.exit_code == 1
+    assert message in done.stderr
+
+
+def test_serve_names_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    there = f"{tmp_path}/file/foreshock.db"
+    done = foreshock("serve", "--port", "0", "--database-url", f"sqlite:///{there}")
+    assert done.exit_code == 1
+    assert f"({there}); the service's user must be able to write the file and its folder" in done.stderr
+    assert "Errno" not in done.stderr
+
+
 def test_second_service_on_one_sqlite_file_is_rejected_until_the_first_stops(tmp_path: Path) -> None:
     with LiveService(tmp_path) as first:
         status, output = serve_with({"FORESHOCK_DATABASE_URL": f"sqlite:///{tmp_path}/foreshock.db"}, tmp_path)

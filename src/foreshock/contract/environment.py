@@ -92,13 +92,21 @@ def token_in(file: Path) -> SecretStr:
     return SecretStr(as_header_carries(found))
 
 
+_FORMS: Final = {
+    "tuple_type": 'use a JSON list such as ["a", "b"]',
+    "model_type": "use a JSON object",
+    "too_short": "use at least one entry",
+}
+"""Instructions for errors whose usual messages name types of Python."""
+
+
 def sentences(error: ValidationError) -> list[str]:
     """Return a sentence for each invalid setting, with the variable's name but never its value."""
     found = []
     for item in error.errors(include_input=False, include_url=False, include_context=False):
         name, *inside = map(str, item["loc"] or ("",))
         where = f"{PREFIX}{name.upper()}" + (f" ({'.'.join(inside)})" if inside else "")
-        problem = item["msg"].removeprefix("Value error, ")
+        problem = _FORMS.get(item["type"], item["msg"].removeprefix("Value error, "))
         found.append(f"{where}: {problem}" if name else problem)
     return found
 

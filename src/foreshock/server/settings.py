@@ -21,8 +21,15 @@ from foreshock.server.outgoing import OutgoingError, allowed
 Scope = Literal["ingest", "read", "act", "delete", "admin"]
 _TOKEN_CHARACTERS = 16
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:[0-9]+)?", re.ASCII)
+_SHA256 = re.compile("[0-9a-f]{64}")
 _SECRETS = ("token", "tokens", "database_url", "notify_slack_url", "notify_webhook_url")
 ALL_SCOPES: tuple[Scope, ...] = ("ingest", "read", "act", "delete", "admin")
+
+
+def _digest(given: str) -> str:
+    if not _SHA256.fullmatch(given):
+        raise ValueError("use 64 characters of 0-9 a-f, as `printf %s SECRET | sha256sum` prints them")
+    return given
 
 
 class Token(BaseModel):
@@ -30,7 +37,7 @@ class Token(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str = Field(min_length=1, max_length=64, description="recorded in the audit trail and the log")
-    sha256: str = Field(pattern="^[0-9a-f]{64}$", description="hex SHA-256 of the secret")
+    sha256: Annotated[str, AfterValidator(_digest)] = Field(description="hex SHA-256 of the secret")
     scopes: tuple[Scope, ...] = Field(
         min_length=1, description="ingest, read, act (commands, webhooks, notes), delete (runs), admin (all)"
     )

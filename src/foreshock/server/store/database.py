@@ -327,7 +327,8 @@ class Store:
         self.path = file_of(address)
         self.sqlite = self.path is not None
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(OSError):  # SQLite will fail for the same reason, with a better message
+                self.path.parent.mkdir(parents=True, exist_ok=True)
         # The writer has its own engine, so that readers never use its connection.
         self.writer = Executor("write", _engine(address, 1, write=True), 1)
         self.reader = Executor("read", _engine(address, _READS), _READS)
