@@ -17,7 +17,7 @@ from tests.e2e.running import absent
 from tests.server.ui.conftest import Feeder, Service
 from tests.server.ui.page_driver import fill, listed, open_list, wait, warn_about
 
-from foreshock.contract.modes import DEFAULT_MITIGATION
+from foreshock.contract.modes import DEFAULT_MITIGATION, parse_mode
 from foreshock.contract.wire import Finished, Switched
 
 if TYPE_CHECKING:
@@ -218,6 +218,24 @@ def test_first_chart_is_visible_with_many_warnings(screen: Chrome, service: Serv
     wait("the warned heads are listed", lambda: screen.find_elements(By.CSS_SELECTOR, ".warnings .layer"))
     charts = "return document.getElementById('signals').getBoundingClientRect().top + scrollY"
     assert screen.execute_script(charts) < 1400
+
+
+@pytest.mark.parametrize(("width", "room"), [(1024, 120), (390, 300)])
+def test_two_compared_runs_have_readable_names_and_fit_a_telephone(
+    screen: Chrome, service: Service, width: int, room: int
+) -> None:
+    for name in ("compared-a", "compared-b"):
+        feeder = Feeder(service.client, name)
+        feeder.start()
+        feeder.train(1)
+        feeder.modes[:] = [[parse_mode("row_corrected")], [parse_mode("paper_softmax")]]  # a long line of names
+        feeder.train(1)
+    see_at(screen, width)
+    open_at_size(screen, service, "compared-a", "compared-b")
+    table = "const t = document.querySelector('.table'); return [t.scrollWidth - t.clientWidth, "
+    wider, name = screen.execute_script(table + "t.querySelector('.name').getBoundingClientRect().width]")
+    assert name > room, "the name has no room for a word"
+    assert width > 390 or wider == 0, "the table is wider than the telephone"
 
 
 SHIFTS = """

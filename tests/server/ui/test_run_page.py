@@ -154,6 +154,17 @@ def test_url_selects_head_metric_and_steps_and_follows_user_choices(
     wait("the last step is shown", lambda: text(chromium, ".reading").startswith(last))
 
 
+def test_a_line_ends_at_a_gap_in_which_no_sample_arrived(chromium: Chrome, service: Service, feeder: Feeder) -> None:
+    feeder.start()
+    feeder.train(40)
+    feeder.step += 4000  # a service that was down for longer than the agent's spool lasts
+    feeder.train(40)
+    open_run(chromium, service, feeder.run)
+    chromium.find_element(By.CSS_SELECTOR, ".chart .plot").send_keys(Keys.HOME, Keys.PAGE_DOWN, Keys.PAGE_DOWN)
+    wait("the cursor is in the gap", lambda: text(chromium, ".chart .at") == "step 410")
+    assert text(chromium, ".chart .legend output") == "not recorded"
+
+
 def test_unrecorded_metrics_are_labelled_and_silent_run_is_not_active(
     chromium: Chrome, service: Service, feeder: Feeder
 ) -> None:

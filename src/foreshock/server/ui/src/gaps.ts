@@ -26,13 +26,21 @@ export function withGaps({ steps, low, high, last }: Points): Gapped {
     line.steps.push(step);
     for (const column of [line.low, line.high, line.values]) column.push(null);
   };
-  recorded.forEach((index, i) => {
-    const before = recorded[i - 1];
-    if (before !== undefined && index > before + 1 && distances[i - 1]! > LONG * usual) empty(steps[before + 1]!);
+  const add = (index: number) => {
     line.steps.push(steps[index]!);
     line.low.push(low[index] ?? null);
     line.high.push(high[index] ?? null);
     line.values.push(last[index]!);
+  };
+  /** No sample at all arrived: far longer than before and after, because samples may also become rarer. */
+  const silent = (i: number) =>
+    distances[i]! > LONG * Math.max(usual, distances[i - 1] ?? Infinity, distances[i + 1] ?? Infinity);
+  recorded.forEach((index, i) => {
+    const before = recorded[i - 1];
+    if (before === undefined) return add(index);
+    if (index > before + 1 && distances[i - 1]! > LONG * usual) empty(steps[before + 1]!);
+    else if (silent(i - 1)) empty(steps[before]! + usual);
+    add(index);
   });
   const end = steps.at(-1);
   const newest = line.steps.at(-1);
