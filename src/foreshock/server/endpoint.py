@@ -293,12 +293,14 @@ def _read(body: bytes) -> Batch:
         raise ProblemError(
             422, f"The batch is malformed: {len(found)} error(s); it was not stored.", errors=items(found)
         ) from None
-    if batch.run in (".", ".."):
+    *parts, last = batch.run.split("/")
+    if {".", ".."} & {*parts, last}:
         raise ProblemError(
-            422, "A run's name must not consist of dots only, because an address cannot contain it. Use another name."
+            422,
+            "The run's name has a part of one or two dots only, which browsers and proxies take out of an address. "
+            "Give the run another name.",
         )
-    if batch.run.rpartition("/")[2] in RESERVED and "/" in batch.run:
-        last = batch.run.rpartition("/")[2]
+    if parts and last in RESERVED:
         raise ProblemError(
             422, f"A run's name may not end in /{last}, which is an address of the service. Give the run another name."
         )
