@@ -86,7 +86,11 @@ _ROUNDING: Final[dict[str, Text]] = {
         "A switch of {whose} to {mode} waits for your approval.{so_far}", "Approve the switch to {mode}.", "approve"
     ),
     **dict.fromkeys(
-        ("pending", "delivered"), Text("{by}; not every rank has answered.", "Wait for the agents' answer.")
+        ("pending", "delivered"),
+        Text(
+            "{by}; not every rank has answered.",
+            "Wait for the agents' answer; if none comes, check whether the run still trains.",
+        ),
     ),
     "rejected": Text("{by}: foreshock does not propose it again until one of these heads has a new warning.", _LATER),
     "applied": Text(

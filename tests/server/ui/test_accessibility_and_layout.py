@@ -230,7 +230,7 @@ def test_two_compared_runs_have_readable_names_and_fit_a_telephone(
         feeder.train(1)
         feeder.modes[:] = [[parse_mode("row_corrected")], [parse_mode("paper_softmax")]]  # a long line of names
         feeder.train(1)
-    see_at(screen, width)
+    set_viewport(screen, width)
     open_at_size(screen, service, "compared-a", "compared-b")
     table = "const t = document.querySelector('.table'); return [t.scrollWidth - t.clientWidth, "
     wider, name = screen.execute_script(table + "t.querySelector('.name').getBoundingClientRect().width]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlencode, urlsplit
@@ -173,9 +174,14 @@ def test_unrecorded_metrics_are_labelled_and_silent_run_is_not_active(
     feeder.train(20)
     with sqlite3.connect(service.folder / "foreshock.db", timeout=20) as connection:
         connection.execute("UPDATE runs SET last_seen = last_seen - 3300 WHERE name = ?", (feeder.run,))
+        days_ago = "UPDATE events SET unix_seconds = 1795000000 WHERE run_id = (SELECT id FROM runs WHERE name = ?)"
+        connection.execute(days_ago, (feeder.run,))
     connection.close()
     open_run(chromium, service, feeder.run)
     assert text(chromium, "header.title .state") == "silent 55 min"
+    assert re.fullmatch(r"11-1[789] \d\d:\d\d", text(chromium, ".events time")), (
+        "an event of another day lacks its date"
+    )
     assert "active" not in str(chromium.find_element(By.CSS_SELECTOR, "header.title .state").get_attribute("class"))
     assert [tile(chromium, name) for name in ("Loss", "Risk")] == ["not recorded"] * 2
     charts = {

@@ -58,7 +58,7 @@ SERVICE_METRICS: Final = (
                 for_="5m",
                 severity="warning",
                 summary="Run {{ $labels.run }}: a switch was ordered and no agent has answered",
-                description="Commands that have waited for five minutes on a run that is active: {{ $value }}.",
+                description="Commands that have waited for five minutes on a run that has not ended: {{ $value }}.",
                 action="Check whether the run still sends samples; if it does, read the run's audit trail on its page.",
             ),
         ),

@@ -54,6 +54,12 @@ export function moment(unixSeconds: number): string {
   return new Date(unixSeconds * 1000).toLocaleString("sv-SE");
 }
 
+/** The local time of an event of today; the date and time of an earlier one. */
+export function clock(unixSeconds: number): string {
+  const at = moment(unixSeconds);
+  return at.slice(0, 10) === moment(Date.now() / 1000).slice(0, 10) ? at.slice(11) : at.slice(5, 16);
+}
+
 /** A readable name of a state or of evidence: query_norm becomes query norm. Modes are not changed, because users type them. */
 export function words(name: string): string {
   return name.replaceAll("_", " ").replaceAll("+", " + ");

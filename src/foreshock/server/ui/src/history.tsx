@@ -2,7 +2,7 @@
 
 import { useState } from "preact/hooks";
 import { api } from "./api";
-import { moment, steps } from "./format";
+import { clock, moment, steps } from "./format";
 import { useResource } from "./resource";
 import { ErrorNote, Name, Swatch } from "./parts";
 import type { Loaded } from "./loaded";
@@ -35,7 +35,7 @@ export function History({ views }: { views: readonly Loaded[] }) {
       <ol class="card events" tabIndex={0} aria-label="events, the newest first">
         {events.map(({ event, colour }) => (
           <li key={`${event.run} ${event.id}`} class={`${event.kind} ${event.verdict?.state ?? ""}`}>
-            <time title={moment(event.unix_seconds)}>{moment(event.unix_seconds).slice(11)}</time>
+            <time title={moment(event.unix_seconds)}>{clock(event.unix_seconds)}</time>
             <span class="step">{event.step === null ? "" : `step ${steps(event.step)}`}</span>
             <span>
               {views.length > 1 && (
