@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.running import absent
-from tests.monitor.torchrun import trained
+from tests.monitor.torchrun import run_on_ranks
 from tests.overrides import set_environment
 
 from foreshock.monitor import AgentConfig
@@ -111,7 +111,7 @@ def test_torchrun_workers_under_slurm_have_their_own_ranks(
         monkeypatch, {**job, **prolog(var_tmp, **job)}, "SLURM_"
     )  # the environment of `srun torchrun` before torchrun starts
     assert os.environ["FORESHOCK_RANK"] == "0"
-    assert trained(LAUNCHED, 2, tmp_path) == [("cluster/4711", rank, 2) for rank in range(2)]
+    assert run_on_ranks(LAUNCHED, 2, tmp_path) == [("cluster/4711", rank, 2) for rank in range(2)]
 
 
 @pytest.mark.promise("A17")

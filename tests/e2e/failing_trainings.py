@@ -362,14 +362,14 @@ def torchtitan(folder: Path, run: str, lines: list[str]) -> None:
     outcome.write()
 
 
-class Bytes(titan_ranks.Numbers):
+class Bytes(titan_ranks.RandomTokens):
     """The same slices for torchtitan's data loader, with a smaller vocabulary."""
 
     slices = Slices()
 
     def row(self) -> tuple[dict[str, Tensor], Tensor]:
-        piece = self.slices[self.given]
-        self.given += 1
+        piece = self.slices[self.rows_read]
+        self.rows_read += 1
         short = {name: tokens[: self.length] % titan_ranks.VOCABULARY for name, tokens in piece.items()}
         return {"input": short["tokens"], "positions": torch.arange(self.length)}, short["targets"]
 
@@ -384,11 +384,14 @@ def torchtitan_itself(folder: Path, run: str, lines: list[str]) -> None:
         config.checkpoint.interval, config.checkpoint.keep_latest_k = EVERY, 2
         config.checkpoint.load_step = step_to_load(plan)
 
-    titan_ranks.let_a_cpu_train()
+    titan_ranks.patch_cpu_device()
     os.environ["LOCAL_RANK"] = "0"
     rendezvous = f"file://{folder}/meeting{bool(lines)}"
     torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
-    trainer, outcome = titan_ranks.configured(folder, "cpu", Bytes, configure), Outcome(folder, run, fails=plan.fails)
+    trainer, outcome = (
+        titan_ranks.small_trainer(folder, "cpu", Bytes, configure),
+        Outcome(folder, run, fails=plan.fails),
+    )
     agent: Agent = eval(plan.attach, {"watch_torchtitan": watch_torchtitan, "trainer": trainer})
     trainer.optimizers.register_step_post_hook(lambda *_: outcome.step(agent))
     trainer.train()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tests.lab.multi_rank_training import train_on_rank
-from tests.monitor.torchrun import trained
+from tests.monitor.torchrun import run_on_ranks
 
 from foreshock.lab.recording.trace import read_trace
 from foreshock.lab.training.ranks import Ranks
@@ -31,7 +31,7 @@ def test_two_ranks_train_record_and_stop_bit_for_bit_as_one_process(
 ) -> None:
     """A sum of two numbers does not depend on their order, and halving is exact."""
     folders = {world: tmp_path_factory.mktemp(f"ranks{world}") for world in (1, 2)}
-    [single], several = (trained(train_on_rank, world, folder, str(folder)) for world, folder in folders.items())
+    [single], several = (run_on_ranks(train_on_rank, world, folder, str(folder)) for world, folder in folders.items())
     for result in several:
         assert result["whole"]["losses"] == single["whole"]["losses"]
         assert all(

@@ -1,4 +1,4 @@
-"""What every test of the agent begins with."""
+"""Fixtures of all tests of the agent."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def compiled_code_is_forgotten() -> Iterator[None]:
-    """Earlier tests would use up the limit of compilations of one code, past which PyTorch runs eagerly."""
+def reset_dynamo() -> Iterator[None]:
+    """Otherwise earlier tests would use up PyTorch's recompile limit, beyond which code runs eagerly."""
     yield
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Detectors that say what the test wants, and a listener that keeps what the agent says."""
+"""Test doubles: detectors that return scripted verdicts, and a listener that records the agent's events."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from foreshock.monitor.detect.readings import Readings
 
 
 class ScriptedDetectors(Detectors):
-    """Raises the given verdicts at the given steps, and remembers every reading; it judges none."""
+    """Returns the given verdicts at the given steps and records all readings."""
 
     def __init__(self, heads: int, script: dict[int, list[wire.Verdict]] | None = None) -> None:
         self.readings: list[Readings] = []
@@ -18,7 +18,7 @@ class ScriptedDetectors(Detectors):
         self._script = dict(script or {})
         self.standing: list[wire.Verdict] = []
         self.undecided_until = -1
-        """the last step at which a drift has no cause yet"""
+        """The last step at which `undecided` is true."""
 
     def update(self, readings: Readings) -> list[wire.Verdict]:
         self.readings.append(readings)
@@ -61,7 +61,7 @@ def verdict(layer: int | None, head: int | None, **changes: Any) -> wire.Verdict
 
 
 class Listener:
-    """Keeps every event, in order."""
+    """Records all events in order."""
 
     def __init__(self) -> None:
         self.events: list[wire.Event] = []

@@ -1,4 +1,4 @@
-"""One process of several, for tests: python -P launched.py FOLDER saves its rank and world size as FOLDER/RANK.pt."""
+"""A launched process: `python -P launched.py FOLDER` saves its run, rank and world size to FOLDER/RANK.pt."""
 
 import os
 import sys

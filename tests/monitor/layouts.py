@@ -1,4 +1,4 @@
-"""W_Q and W_K laid out as the models of the field do it, so that tests know the true matrices."""
+"""W_Q and W_K in the weight layouts of common models, so that tests know the true matrices."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ HEADS, DIM, WIDTH = 4, 8, 32
 
 
 class Holder(nn.Module):
-    """A module whose only content is its projections."""
+    """A module that contains only its projections."""
 
     def __init__(self, **children: nn.Module) -> None:
         super().__init__()
@@ -89,13 +89,13 @@ def layer_of(kv_heads: int) -> Layer:
     return Layer(layer=0, name="x", heads=tuple(range(HEADS)), kv_heads=kv_heads, head_dim=DIM, served_by="reference")
 
 
-def known(projection: Projection | None) -> Callable[[], Projection | None]:
-    """As `LayoutCheck.current`, of a layer whose layout is known."""
+def always(projection: Projection | None) -> Callable[[], Projection | None]:
+    """A stand-in for `LayoutCheck.current` that returns this projection."""
     return lambda: projection
 
 
-def located(module: nn.Module, kv_heads: int = HEADS) -> Projection:
-    """Where its W_Q and W_K are, by their names."""
+def projection_of(module: nn.Module, kv_heads: int = HEADS) -> Projection:
+    """The projections of W_Q and W_K, found by name."""
     projection = find_projection(module, HEADS, kv_heads, DIM)
     assert projection is not None
     return projection

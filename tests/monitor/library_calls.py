@@ -1,4 +1,4 @@
-"""Calls of attention libraries, by their stand-ins, each with the rule that it asks for in PyTorch's terms."""
+"""Calls of the fake attention libraries, each with the equivalent mask rule for PyTorch's attention."""
 
 import math
 from collections.abc import Callable
@@ -7,23 +7,23 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tests.monitor.executions import Mode, Trained, unwatched
-from tests.monitor.probing import OF_SAMPLED_ROWS
-from tests.monitor.stand_ins import attending, flash_attn_2, flash_attn_3, flash_attn_4
+from tests.monitor.execution_modes import Mode, TrainingResult, train_unwatched
+from tests.monitor.fake_libraries import flash_attn_2, flash_attn_3, flash_attn_4, reference_attention
+from tests.monitor.probing import SAMPLED_ROW_SLOTS
 from tests.monitor.tiny_models import tiny_gpt
 from torch import Tensor, nn
 
 from foreshock.contract.slots import COUNT_SLOTS, Slot, slot_values
 
-KEPT: dict[str, Any] = {"attention": "keep", "probe_rows": 10**6}
+NATIVE: dict[str, Any] = {"attention": "keep", "probe_rows": 10**6}
 BOUNDS = torch.tensor([0, 5, 12, 24], dtype=torch.int32)
-"""Sequences of two rows of 12 tokens, packed: the first row holds two."""
+"""Two rows of 12 tokens, packed as three sequences: the first row contains two."""
 
 Call = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 class Grouped(nn.Module):
-    """Hands query [B, S, 4, D] and key, value [B, S, 2, D] to a call, of which the first result is its output."""
+    """Grouped-query attention around a call with query [B, S, 4, D] and key, value [B, S, 2, D]."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
@@ -40,14 +40,16 @@ class Grouped(nn.Module):
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, **rule: Any) -> Tensor:
-    """PyTorch's own, of what the rule lets each query see."""
+    """PyTorch's attention with the mask of the rule."""
     rows, length = query.shape[:2]
     ends, scale = rule.pop("ends", None), rule.pop("scale", None)
     if ends is None:
-        mask = attending.seen(length, key.shape[1], **rule)[0][None]
+        mask = reference_attention.visible_keys(length, key.shape[1], **rule)[0][None]
     else:
-        everything = attending.seen(rows * length, rows * length, cu_queries=ends, cu_keys=ends, **rule)
-        parts = everything[0].view(rows, length, rows, length)
+        visibility = reference_attention.visible_keys(
+            rows * length, rows * length, cu_queries=ends, cu_keys=ends, **rule
+        )
+        parts = visibility[0].view(rows, length, rows, length)
         mask = torch.stack([parts[row, :, row] for row in range(rows)])
     mask = mask.unsqueeze(1)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -56,8 +58,8 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, **rule: Any) -> Tensor:
     )
 
 
-def flat(function: Callable[..., Any], *args: Any, **options: Any) -> Call:
-    """Packs what it is given end to end, and unpacks the output."""
+def pack_sequences(function: Callable[..., Any], *args: Any, **options: Any) -> Call:
+    """Packs all rows into one dimension for the call, and unpacks the output."""
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         result = function(*(x.flatten(0, 1) for x in (query, key, value)), *args, **options)
@@ -67,25 +69,25 @@ def flat(function: Callable[..., Any], *args: Any, **options: Any) -> Call:
     return call
 
 
-def wide(x: Tensor, query: Tensor) -> Tensor:
+def expand_heads(x: Tensor, query: Tensor) -> Tensor:
     return x.repeat_interleave(query.shape[-2] // x.shape[-2], -2)
 
 
 def qkvpacked(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    return lambda q, k, v: function(torch.stack((q, wide(k, q), wide(v, q)), -3), *args, **options)
+    return lambda q, k, v: function(torch.stack((q, expand_heads(k, q), expand_heads(v, q)), -3), *args, **options)
 
 
 def kvpacked(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return lambda q, k, v: function(q, torch.stack((k, v), -3), *args, **options)
 
 
-def longer(x: Tensor) -> Tensor:
-    """Three keys more, before the others."""
+def with_more_keys(x: Tensor) -> Tensor:
+    """Prepends three more keys."""
     return torch.cat((x[:, -3:], x), 1)
 
 
-TWO = flash_attn_2
-THREE, FOUR = flash_attn_3, flash_attn_4
+FLASH_2 = flash_attn_2
+FLASH_3, FLASH_4 = flash_attn_3, flash_attn_4
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
 
@@ -94,70 +96,75 @@ def masked(length: int) -> Tensor:
 
 
 PACKED = (BOUNDS, BOUNDS.clone(), 12, 12)
-"""Two tensors: torch.compile takes no torch.autograd.Function into its graph that is given one of them twice."""
+"""Two tensors, because torch.compile cannot trace a torch.autograd.Function that gets the same tensor twice."""
 CALLS: dict[str, tuple[Call, dict[str, Any]]] = {
-    "2": (lambda q, k, v: TWO.flash_attn_func(q, k, v, causal=True), {"causal": True}),
+    "2": (lambda q, k, v: FLASH_2.flash_attn_func(q, k, v, causal=True), {"causal": True}),
     "2, window": (
-        lambda q, k, v: TWO.flash_attn_func(q, k, v, 0.0, None, False, (3, 2)),
+        lambda q, k, v: FLASH_2.flash_attn_func(q, k, v, 0.0, None, False, (3, 2)),
         {"window": (3, 2)},
     ),
     "2, causal window": (
-        lambda q, k, v: TWO.flash_attn_func(q, k, v, causal=True, window_size=(4, 4)),
+        lambda q, k, v: FLASH_2.flash_attn_func(q, k, v, causal=True, window_size=(4, 4)),
         {"causal": True, "window": (4, 4)},
     ),
     "2, more keys": (
-        lambda q, k, v: TWO.flash_attn_func(q, longer(k), longer(v), causal=True, softmax_scale=0.3),
+        lambda q, k, v: FLASH_2.flash_attn_func(
+            q, with_more_keys(k), with_more_keys(v), causal=True, softmax_scale=0.3
+        ),
         {"causal": True, "longer": True, "scale": 0.3},
     ),
     "2, log-sum-exp too": (
-        lambda q, k, v: TWO.flash_attn_func(q, k, v, causal=True, return_attn_probs=True),
+        lambda q, k, v: FLASH_2.flash_attn_func(q, k, v, causal=True, return_attn_probs=True),
         {"causal": True},
     ),
-    "2, qkv": (qkvpacked(TWO.flash_attn_qkvpacked_func, causal=True), {"causal": True}),
-    "2, kv": (kvpacked(TWO.flash_attn_kvpacked_func, causal=True), {"causal": True}),
-    "2, packed": (flat(TWO.flash_attn_varlen_func, *PACKED, causal=True), {"causal": True, "ends": BOUNDS}),
+    "2, qkv": (qkvpacked(FLASH_2.flash_attn_qkvpacked_func, causal=True), {"causal": True}),
+    "2, kv": (kvpacked(FLASH_2.flash_attn_kvpacked_func, causal=True), {"causal": True}),
+    "2, packed": (
+        pack_sequences(FLASH_2.flash_attn_varlen_func, *PACKED, causal=True),
+        {"causal": True, "ends": BOUNDS},
+    ),
     "2, packed qkv": (
-        flat(qkvpacked(TWO.flash_attn_varlen_qkvpacked_func, BOUNDS, 12, causal=True)),
+        pack_sequences(qkvpacked(FLASH_2.flash_attn_varlen_qkvpacked_func, BOUNDS, 12, causal=True)),
         {"causal": True, "ends": BOUNDS},
     ),
     "2, packed kv": (
-        flat(kvpacked(TWO.flash_attn_varlen_kvpacked_func, *PACKED, window_size=(2, 0))),
+        pack_sequences(kvpacked(FLASH_2.flash_attn_varlen_kvpacked_func, *PACKED, window_size=(2, 0))),
         {"window": (2, 0), "ends": BOUNDS},
     ),
     "3": (
-        lambda q, k, v: THREE.flash_attn_func(q, k, v, 0.3, True, window_size=(5, 0)),
+        lambda q, k, v: FLASH_3.flash_attn_func(q, k, v, 0.3, True, window_size=(5, 0)),
         {"causal": True, "scale": 0.3, "window": (5, 0)},
     ),
     "3, qkv of grouped heads": (
-        lambda q, k, v: THREE.flash_attn_qkvpacked_func(torch.cat((q, k, v), -2), causal=True, num_heads_q=4),
+        lambda q, k, v: FLASH_3.flash_attn_qkvpacked_func(torch.cat((q, k, v), -2), causal=True, num_heads_q=4),
         {"causal": True},
     ),
-    "4": (lambda q, k, v: FOUR.flash_attn_func(q, k, v, causal=True), {"causal": True}),
-    "4, window": (lambda q, k, v: FOUR.flash_attn_func(q, k, v, window_size=(3, None)), {"window": (3, -1)}),
+    "4": (lambda q, k, v: FLASH_4.flash_attn_func(q, k, v, causal=True), {"causal": True}),
+    "4, window": (lambda q, k, v: FLASH_4.flash_attn_func(q, k, v, window_size=(3, None)), {"window": (3, -1)}),
 }
 
 
-def of_pytorch(rule: dict[str, Any]) -> Call:
+def reference_call(rule: dict[str, Any]) -> Call:
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         others = {name: value for name, value in rule.items() if name != "longer"}
-        return sdpa(query, *map(longer, (key, value)) if "longer" in rule else (key, value), **others)
+        return sdpa(query, *map(with_more_keys, (key, value)) if "longer" in rule else (key, value), **others)
 
     return call
 
 
-def model_of(call: Call, layers: int = 2) -> nn.Module:
+def gpt_with_call(call: Call, layers: int = 2) -> nn.Module:
     torch.manual_seed(5)
     return tiny_gpt(*(Grouped(call) for _ in range(layers)), seed=3)
 
 
-def alone(call: Call, mode: Mode = Mode(), layers: int = 2) -> Trained:  # noqa: B008 - it is frozen
-    return unwatched(model_of(call, layers), mode.loop)
+def train_call_unwatched(call: Call, mode: Mode = Mode(), layers: int = 2) -> TrainingResult:  # noqa: B008 - Mode is frozen
+    return train_unwatched(gpt_with_call(call, layers), mode.loop)
 
 
-def assert_alike(got: Trained, expected: Trained) -> None:
-    """All statistics but those of the output's rounding, which is the kernel's own, and those of samples alone."""
-    counts = [slot for slot in COUNT_SLOTS if slot not in OF_SAMPLED_ROWS]
-    for words, theirs in zip(got.words, expected.words, strict=True):
+def assert_same_statistics(got: TrainingResult, expected: TrainingResult) -> None:
+    """Compares all statistics except those of sampled rows and of rounding, which depends on the kernel."""
+    counts = [slot for slot in COUNT_SLOTS if slot not in SAMPLED_ROW_SLOTS]
+    for words, expected_words in zip(got.words, expected.words, strict=True):
         for slot in (*counts, Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
-            mine, own = slot_values(words, slot), slot_values(theirs, slot)
-            np.testing.assert_allclose(mine, own, rtol=1e-4, atol=1e-5, err_msg=slot.name)
+            found, expected_values = slot_values(words, slot), slot_values(expected_words, slot)
+            np.testing.assert_allclose(found, expected_values, rtol=1e-4, atol=1e-5, err_msg=slot.name)

@@ -1,4 +1,4 @@
-"""What probes are tried on: operands whose scores drift, the state after some backwards, and the truth to count."""
+"""Helpers for probes: operands whose scores have an offset, the state after backwards, and reference statistics."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ from foreshock.monitor.attention.probe import Sampling, new_ticks, probe, start_
 def tensors(
     dtype: torch.dtype, *, heads: int = 4, kv_heads: int = 2, length: int = 24, offset: float = 2.0, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """query, key, value and the output's gradient; scores drift by `offset`, so that rows tie once rounded."""
+    """query, key, value and the gradient of the output. `offset` shifts the scores so that rounding ties rows."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(count: int) -> Tensor:
@@ -38,7 +38,7 @@ def probed(
     times: int = 1,
     **options: Any,
 ) -> Words:
-    """The state after `times` backwards through a probe of `out`, as the words travel."""
+    """The counters after `times` backwards through a probe of `out`."""
     state, tick, number = new_state(query.shape[1]), new_ticks(1, query.device)[0], start_sampling(sampling)
     try:
         leaf = out.detach().requires_grad_()
@@ -53,12 +53,12 @@ def probed(
 
 
 EVERY_ROW = 10**6
-OF_SAMPLED_ROWS = (Slot.ENTROPY_ROWS, Slot.CHECKED_ROWS, Slot.WRONG_ROWS)
-"""Counted where rows are sampled, and not by our own kernels."""
+SAMPLED_ROW_SLOTS = (Slot.ENTROPY_ROWS, Slot.CHECKED_ROWS, Slot.WRONG_ROWS)
+"""Slots that only sampled rows have; the kernels do not count them."""
 
 
 def visible(queries: int, keys: int, causal: str = "none", window: tuple[int, int] = (-1, -1)) -> Tensor:
-    """Which keys each row sees, [Sq, Sk]."""
+    """Visibility of each key for each row, [Sq, Sk]."""
     ahead = torch.arange(keys) - torch.arange(queries)[:, None] - (0 if causal == "top_left" else keys - queries)
     seen = ahead <= (0 if causal != "none" else keys)
     left, right = window
@@ -66,14 +66,14 @@ def visible(queries: int, keys: int, causal: str = "none", window: tuple[int, in
 
 
 def scores_of(query: Tensor, key: Tensor, seen: Tensor, *, scale: float | None = None, softcap: float = 0.0) -> Tensor:
-    """Scores [B, H, Sq, Sk] in float64; -inf where a key is not seen."""
+    """Scores [B, H, Sq, Sk] in float64; -inf for hidden keys."""
     key = key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = query.double() @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale)
     return (softcap * (scores / softcap).tanh() if softcap else scores).masked_fill(~seen, -math.inf)
 
 
-def truth(scores: Tensor) -> dict[Slot, Tensor]:
-    """What there is to count of each head that has these scores."""
+def reference_statistics(scores: Tensor) -> dict[Slot, Tensor]:
+    """Expected statistics of each head with these scores."""
     seen = scores > -math.inf
     some = seen.any(-1)
     shares = scores.softmax(-1).masked_fill(~seen, 0.0)
@@ -94,12 +94,12 @@ def truth(scores: Tensor) -> dict[Slot, Tensor]:
 
 
 def assert_counts(words: Words, expected: dict[Slot, Tensor], tolerance: float, *slots: Slot) -> None:
-    """Compare these slots, or all that are expected."""
+    """Compares the given slots, or all expected ones."""
     for slot in slots or expected:
         got = slot_values(words, slot)
         np.testing.assert_allclose(got, expected[slot], rtol=tolerance, atol=tolerance, err_msg=slot.name)
 
 
 def counted_rows(listener: Listener) -> list[list[int]]:
-    """Rows counted per head, sample by sample."""
+    """Rows per head, for each sample."""
     return [slot_values(sample.words(), Slot.ROWS).astype(int).tolist() for sample in listener.of(wire.Sample)]

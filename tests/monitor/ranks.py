@@ -1,12 +1,11 @@
-"""Models that are spread over processes in each way, and their training there: once with our operator alone and once
-watched, in the same mode."""
+"""Distributed models, each trained with foreshock's operator only and with an agent."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.monitor.executions import Loop, alone, watched
+from tests.monitor.execution_modes import Loop, train_watched, train_with_operator
 from tests.monitor.tiny_models import (
     VOCABULARY,
     CausalSelfAttention,
@@ -28,23 +27,23 @@ from transformers.pytorch_utils import Conv1D
 from foreshock.contract import wire
 
 STEPS, ROWS, LENGTH, WIDTH = 3, 2, 12, 16
-QUIET: dict[str, Any] = {"numerics": "kernel", "norms_every_steps": 1}
+SETTINGS: dict[str, Any] = {"numerics": "kernel", "norms_every_steps": 1}
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def plain(*, world: int, rank: int | None = None, around: Callable[[nn.Module], nn.Module] | None = None) -> Loop:
-    """Steps on the rows of the rank among `world` ranks' rows, or on all of them."""
+def plain(*, world: int, rank: int | None = None, wrap: Callable[[nn.Module], nn.Module] | None = None) -> Loop:
+    """A training loop on the rows of one rank among `world` ranks, or on the rows of all ranks."""
 
     def loop(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
-        run = model if around is None else around(model)
+        run = model if wrap is None else wrap(model)
         optimizer, losses = sgd(model), []
         for step in range(STEPS):
             ids = batch(step, rows=ROWS * world)
-            mine = ids if rank is None else ids[rank * ROWS : (rank + 1) * ROWS]
-            losses.append(train_step(run, optimizer, step, mine).detach())
+            own_rows = ids if rank is None else ids[rank * ROWS : (rank + 1) * ROWS]
+            losses.append(train_step(run, optimizer, step, own_rows).detach())
             stepped(losses[-1])
         return losses
 
@@ -52,19 +51,19 @@ def plain(*, world: int, rank: int | None = None, around: Callable[[nn.Module], 
 
 
 def nano() -> TinyGPT:
-    """Two layers of nanoGPT's attention, the same on every rank."""
+    """Two layers of nanoGPT's attention, identical on all ranks."""
     torch.manual_seed(3)
     return tiny_gpt(*(CausalSelfAttention(16, 2) for _ in range(2)))
 
 
 def grouped() -> TinyGPT:
-    """Two layers of 4 heads over 2 key heads, in separate projections."""
+    """Two layers with 4 query heads, 2 key heads and separate projections."""
     torch.manual_seed(3)
     return tiny_gpt(*(GroupedQueryAttention(16, 4, 2) for _ in range(2)))
 
 
 class Conv1DAttention(CausalSelfAttention):
-    """With a projection that keeps its weight as [in, out], of which FSDP2 cuts the inputs."""
+    """Attention whose projection stores its weight as [in, out], so FSDP2 shards the inputs."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__(width, heads)
@@ -72,13 +71,13 @@ class Conv1DAttention(CausalSelfAttention):
 
 
 def conv1d() -> TinyGPT:
-    """Two layers of attention as in transformers' GPT-2."""
+    """Two layers with transformers' Conv1D, as in GPT-2."""
     torch.manual_seed(3)
     return tiny_gpt(*(Conv1DAttention(16, 2) for _ in range(2)))
 
 
 def sharded(model: TinyGPT) -> TinyGPT:
-    """FSDP2, each block by itself and then the rest."""
+    """FSDP2 on each block, then on the whole model."""
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -86,7 +85,7 @@ def sharded(model: TinyGPT) -> TinyGPT:
 
 
 def tensor_parallel(model: TinyGPT, world: int) -> TinyGPT:
-    """Heads over ranks: queries, keys and values by columns, the output by rows."""
+    """Shards heads: queries, keys and values by columns, the output by rows."""
     mesh = init_device_mesh("cpu", (world,))
     plan: Any = {name: ColwiseParallel() for name in ("wq", "wk", "wv")} | {"wo": RowwiseParallel()}
     for block in model.blocks:
@@ -95,7 +94,7 @@ def tensor_parallel(model: TinyGPT, world: int) -> TinyGPT:
 
 
 class FirstStage(nn.Module):
-    """The embedding and its layers."""
+    """The embedding and the first layer."""
 
     def __init__(self, model: TinyGPT) -> None:
         super().__init__()
@@ -109,7 +108,7 @@ class FirstStage(nn.Module):
 
 
 class LastStage(nn.Module):
-    """The other layers and the head."""
+    """The other layers and the output projection."""
 
     def __init__(self, model: TinyGPT) -> None:
         super().__init__()
@@ -122,13 +121,13 @@ class LastStage(nn.Module):
 
 
 def pipeline(rank: int) -> Loop:
-    """GPipe over two stages, two micro-batches a step; the first stage knows no loss."""
+    """GPipe over two stages with two micro-batches per step; the first stage has no loss."""
 
     def loop(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
         ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
         hidden = torch.zeros(ROWS, LENGTH, WIDTH, requires_grad=True)
         logits = torch.zeros(ROWS, LENGTH, VOCABULARY, requires_grad=True)
-        # told the shapes: PyTorch else finds them by a forward and backward of its own, whose rows count as any others
+        # pass the shapes: otherwise PyTorch runs a forward and backward to infer them, whose rows would be counted
         shapes = ((ids,), hidden) if rank == 0 else ((hidden,), logits)
         stage = PipelineStage(model, rank, 2, torch.device("cpu"), input_args=shapes[0], output_args=shapes[1])
         schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=next_token_loss)
@@ -150,32 +149,33 @@ def pipeline(rank: int) -> Loop:
     return loop
 
 
-def both(make: Callable[[], nn.Module], loop: Loop, **overrides: Any) -> dict[str, Any]:
-    """Train alone and watched; what the tests need to know."""
-    expected, got = alone(make(), loop, "kernel"), watched(make(), loop, **QUIET, **overrides)
-    started = got.listener.of(wire.Started)[0]
-    norms = [s.query_norm for s in got.listener.of(wire.Sample)]
+def compare(make: Callable[[], nn.Module], loop: Loop, **overrides: Any) -> dict[str, Any]:
+    """Trains with the operator only and with an agent; returns what the tests compare."""
+    expected, found = train_with_operator(make(), loop, "kernel"), train_watched(make(), loop, **SETTINGS, **overrides)
+    started = found.listener.of(wire.Started)[0]
+    norms = [s.query_norm for s in found.listener.of(wire.Sample)]
     return {
-        "losses": got.losses,
+        "losses": found.losses,
         "same_bits": all(
-            torch.equal(a, b) for a, b in zip(got.losses + got.weights, expected.losses + expected.weights, strict=True)
+            torch.equal(a, b)
+            for a, b in zip(found.losses + found.weights, expected.losses + expected.weights, strict=True)
         ),
-        "words": got.words,
+        "words": found.words,
         "layers": [(layer.layer, list(layer.heads), layer.kv_heads) for layer in started.layers],
         "query_norm": None if norms[-1] is None else norms[-1].numpy(),
-        "run": got.run,
+        "run": found.run,
     }
 
 
 def training(url: str) -> dict[str, dict[str, Any]]:
-    """Each way to spread a model, in the same order on every rank."""
+    """All kinds of parallelism, in the same order on every rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     part = plain(world=world, rank=rank)
     return {
-        "DDP": both(nano, plain(world=world, rank=rank, around=DistributedDataParallel), url=url),
-        "FSDP2": both(lambda: sharded(nano()), part),
-        "FSDP2, separate": both(lambda: sharded(grouped()), part),
-        "FSDP2, Conv1D": both(lambda: sharded(conv1d()), part),
-        "tensor parallel": both(lambda: tensor_parallel(grouped(), world), plain(world=1), url=url, run="parts"),
-        "pipeline": both(lambda: (FirstStage, LastStage)[rank](nano()), pipeline(rank), first_layer=rank),
+        "DDP": compare(nano, plain(world=world, rank=rank, wrap=DistributedDataParallel), url=url),
+        "FSDP2": compare(lambda: sharded(nano()), part),
+        "FSDP2, separate": compare(lambda: sharded(grouped()), part),
+        "FSDP2, Conv1D": compare(lambda: sharded(conv1d()), part),
+        "tensor parallel": compare(lambda: tensor_parallel(grouped(), world), plain(world=1), url=url, run="parts"),
+        "pipeline": compare(lambda: (FirstStage, LastStage)[rank](nano()), pipeline(rank), first_layer=rank),
     }

@@ -1,4 +1,4 @@
-"""`assess` reads what a model is open to, and names what fails most trainings first."""
+"""`assess` reports which failures a model is open to, and the commonest mistakes of a sample batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ WHISPER: dict[str, Any] = {
     "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
     "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
 }  # fmt: skip
-BUILDS: dict[str, tuple[Callable[[], nn.Module], tuple[str, bool, bool]]] = {
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, bool, bool]]] = {
     "nanoGPT with biases": (tiny_gpt, ("trained", False, False)),
     "frozen bias": (with_frozen_bias, ("frozen", False, False)),
     "grouped heads without biases": (lambda: tiny_gpt(GroupedQueryAttention(16, 2, 1)), ("none", False, False)),
@@ -38,27 +38,27 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], tuple[str, bool, bool]]] = {
     "Qwen2": (lambda: tiny("Qwen2", **GROUPED), ("trained", True, False)),
     "Llama": (TRANSFORMERS["Llama"], ("none", True, False)),
     "Qwen3": (lambda: tiny("Qwen3", **GROUPED), ("none", True, True)),
-    "Whisper, whose keys have no bias": (lambda: tiny("Whisper", "Model", **WHISPER), ("none", False, False)),
-    "PyTorch's own": (lambda: nn.MultiheadAttention(16, 2), ("trained", False, False)),
+    "Whisper, keys without a bias": (lambda: tiny("Whisper", "Model", **WHISPER), ("none", False, False)),
+    "PyTorch": (lambda: nn.MultiheadAttention(16, 2), ("trained", False, False)),
 }
 
 
-@pytest.mark.parametrize("name", BUILDS)
-def test_key_bias_rotary_positions_and_qk_norm_are_read_from_the_model(name: str) -> None:
-    make, expected = BUILDS[name]
-    seen = assess(make())
-    assert (seen.key_bias, seen.rotary, seen.qk_norm) == expected
+@pytest.mark.parametrize("name", MODELS)
+def test_key_bias_rotary_positions_and_qk_norm_are_detected(name: str) -> None:
+    make, expected = MODELS[name]
+    assessment = assess(make())
+    assert (assessment.key_bias, assessment.rotary, assessment.qk_norm) == expected
 
 
 @pytest.mark.parametrize("attention_bias", [False, True])
-def test_keys_that_are_made_of_a_latent_are_told_as_keys_without_a_bias_whatever_biases_the_latent(
+def test_latent_keys_have_a_bias_only_if_their_up_projection_has_one(
     attention_bias: bool,
 ) -> None:
     sizes = DECODER | LATENT | {"head_dim": LATENT["qk_rope_head_dim"], "attention_bias": attention_bias}
     model: Any = tiny("DeepseekV3", **sizes)
-    seen = assess(model)
-    assert (seen.watched, seen.key_bias, seen.rotary) == (2, "none", True)
-    assert "GPT-2 small without biases failed in this way" in str(seen)
+    assessment = assess(model)
+    assert (assessment.watched, assessment.key_bias, assessment.rotary) == (2, "none", True)
+    assert "GPT-2 small without biases failed in this way" in str(assessment)
     for block in model.model.layers:
         made = block.self_attn.kv_b_proj
         made.bias = nn.Parameter(torch.zeros(made.out_features))
@@ -69,46 +69,46 @@ def test_keys_that_are_made_of_a_latent_are_told_as_keys_without_a_bias_whatever
     assert "not known, because the projection of the keys was not found" in str(assess(model))
 
 
-def sentences(seen: Assessment) -> list[str]:
-    return [line.partition(":")[0] for line in seen.lines]
+def sentences(assessment: Assessment) -> list[str]:
+    return [line.partition(":")[0] for line in assessment.lines]
 
 
-def test_the_report_answers_in_ten_lines_and_names_both_failures_with_a_remedy() -> None:
-    seen = foreshock.assess(tiny_gpt(), torch.optim.AdamW(tiny_gpt().parameters(), lr=1e-3))
-    assert seen.open_to_rounding
-    assert len(seen.lines) <= 10
+def test_report_has_at_most_ten_lines_and_a_remedy_for_each_failure() -> None:
+    assessment = foreshock.assess(tiny_gpt(), torch.optim.AdamW(tiny_gpt().parameters(), lr=1e-3))
+    assert assessment.open_to_rounding
+    assert len(assessment.lines) <= 10
     drift, growth = (["Drift by rounding", "  First remedy"], ["Scores that grow", "  First remedy"])
-    assert sentences(seen) == ["Watched", "Attention", "Checked", "Cost", "Types", *drift, *growth, "Optimizer"]
-    assert "AdamW, learning rate 0.001, eps 1e-08" in str(seen)
+    assert sentences(assessment) == ["Watched", "Attention", "Checked", "Cost", "Types", *drift, *growth, "Optimizer"]
+    assert "AdamW, learning rate 0.001, eps 1e-08" in str(assessment)
 
 
-def test_a_model_without_attention_is_told_as_unwatched_and_not_as_safe() -> None:
-    seen = assess(nn.Linear(2, 2))
-    assert sentences(seen) == ["Watched"]
-    assert "0 layers" in str(seen)
-    assert seen.key_bias == "unknown"
-    assert not seen.open_to_rounding
+def test_model_without_attention_is_reported_as_unwatched() -> None:
+    assessment = assess(nn.Linear(2, 2))
+    assert sentences(assessment) == ["Watched"]
+    assert "0 layers" in str(assessment)
+    assert assessment.key_bias == "unknown"
+    assert not assessment.open_to_rounding
 
 
-def touched(model: nn.Module) -> Any:
-    """What may be compared of all that assessing could change."""
+def state_of(model: nn.Module) -> Any:
+    """Hooks, attributes, gradients and weights of a model, in comparable form."""
     hooks = [(sorted(vars(module)), len(module._forward_pre_hooks)) for module in model.modules()]
     gradients = [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
     return hooks, gradients, {name: value.tolist() for name, value in model.state_dict().items()}
 
 
-def test_assessing_changes_nothing_also_with_a_sample_batch() -> None:
+def test_assess_leaves_model_and_random_state_unchanged() -> None:
     model, loss = left_padded()
     first = next(model.parameters())
     first.grad = torch.ones_like(first)
-    before, drawn = touched(model), torch.get_rng_state()
+    before, random_state = state_of(model), torch.get_rng_state()
     assess(model)
-    assert torch.equal(drawn, torch.get_rng_state())
+    assert torch.equal(random_state, torch.get_rng_state())
     foreshock.assess(model, loss=loss)
-    assert touched(model) == before
+    assert state_of(model) == before
 
 
-def test_what_is_no_module_and_no_optimizer_is_refused_in_a_sentence() -> None:
+def test_assess_rejects_wrong_model_and_optimizer_types() -> None:
     with pytest.raises(ValueError, match=r"takes a torch\.nn\.Module, got str"):
         assess("gpt2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"optimizer is a torch\.optim\.Optimizer, got list"):
@@ -116,7 +116,7 @@ def test_what_is_no_module_and_no_optimizer_is_refused_in_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_first_step_says_above_its_table_whether_this_run_is_open_to_rounding(
+def test_first_step_prints_the_rounding_risk_above_the_table(
     dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_gpt()
@@ -131,11 +131,11 @@ def test_the_first_step_says_above_its_table_whether_this_run_is_open_to_roundin
         agent.step(loss)
         printed = capsys.readouterr().err
     assert printed.startswith(f"{expected}\nforeshock watches:")
-    assert expected not in agent.report()  # who asks for the table has read the sentence
+    assert expected not in agent.report()  # the report leaves the sentence out
 
 
-def line(seen: Assessment, start: str) -> str:
-    return next((line for line in seen.lines if line.startswith(f"{start}:")), "")
+def line(assessment: Assessment, start: str) -> str:
+    return next((line for line in assessment.lines if line.startswith(f"{start}:")), "")
 
 
 def nan_loss() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
@@ -149,7 +149,7 @@ def in_float32() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("make", "start", "said", "without"),
+    ("make", "start", "message", "message_without_batch"),
     [
         (left_padded, "Mask", "24 of 72 rows of the sample batch see no key", ""),
         (adapted, "Adapters", "3 of 3 layers have them on queries or keys.", "3 of 3 layers"),
@@ -158,27 +158,29 @@ def in_float32() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
         (attention_with_weights, "Batch", "native attention, not measured", ""),
     ],
 )
-def test_a_sample_batch_shows_what_the_model_alone_does_not(make: Any, start: str, said: str, without: str) -> None:
+def test_sample_batch_adds_findings_to_the_assessment(
+    make: Any, start: str, message: str, message_without_batch: str
+) -> None:
     model, loss = make()
-    seen = foreshock.assess(model, loss=loss)
-    assert said in line(seen, start)
-    alone = line(foreshock.assess(model), start)
-    assert without in alone if without else alone == ""
+    assessment = foreshock.assess(model, loss=loss)
+    assert message in line(assessment, start)
+    without_batch = line(foreshock.assess(model), start)
+    assert message_without_batch in without_batch if message_without_batch else without_batch == ""
     remedies = {
         left_padded: "  Remedy: let every row see a key, at least its own, or pad on the right.",
         attention_with_weights: "give need_weights=False",
     }
-    assert remedies.get(make, "") in str(seen)
+    assert remedies.get(make, "") in str(assessment)
 
 
-def test_the_type_of_scores_is_that_of_the_batch_and_eager_float16_is_warned_of() -> None:
+def test_score_type_is_that_of_the_batch_and_eager_float16_is_reported() -> None:
     model, loss = eager()
-    seen = foreshock.assess(model, loss=loss)
-    assert "overflow beyond 65,504" in line(seen, "Scores")
-    assert "GradScaler" in line(seen, "Loss scale")
-    assert "attention ran in float16" in line(seen, "Types")
-    assert "(float16, causal" in line(seen, "Attention")
+    assessment = foreshock.assess(model, loss=loss)
+    assert "overflow beyond 65,504" in line(assessment, "Scores")
+    assert "GradScaler" in line(assessment, "Loss scale")
+    assert "attention ran in float16" in line(assessment, "Types")
+    assert "(float16, causal" in line(assessment, "Attention")
     assert line(foreshock.assess(model), "Scores") == ""  # its parameters are float32
     assert "rounds them to bfloat16" in line(foreshock.assess(qwen("eager").bfloat16()), "Scores")
-    sound = foreshock.assess(qwen("sdpa").bfloat16())
-    assert (line(sound, "Scores"), line(sound, "Loss scale")) == ("", "")
+    sdpa = foreshock.assess(qwen("sdpa").bfloat16())
+    assert (line(sdpa, "Scores"), line(sdpa, "Loss scale")) == ("", "")

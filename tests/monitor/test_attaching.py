@@ -1,4 +1,4 @@
-"""Attaching to a model: what is found and refused, the table that it prints, and what is done before and after."""
+"""attach: supported and rejected models and settings, the printed table, step numbers and ranks."""
 
 import json
 import logging
@@ -13,15 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.monitor.doubles import Listener
-from tests.monitor.executions import EVERY_STEP
+from tests.monitor.execution_modes import EVERY_STEP
 from tests.monitor.test_switch import half_masked
 from tests.monitor.tiny_models import (
     CausalSelfAttention,
     batch,
     tiny_gpt,
 )
-from tests.monitor.unusual_attention import ByHand
-from tests.monitor.watching import listening, rows_of, train, watch
+from tests.monitor.unusual_attention import ManualAttention
+from tests.monitor.watched_training import listening, rows_of, train, watch
 from torch import Tensor, nn
 
 from foreshock.contract import wire
@@ -69,7 +69,7 @@ from foreshock.monitor.outbox import Outbox
         (tiny_gpt, {"first_head": 1023}, "blocks.0 cannot be watched: heads.1: Input should be less than 1024"),
     ],
 )
-def test_a_mistake_of_configuration_is_a_sentence_before_step_1(
+def test_invalid_configuration_is_rejected_with_a_clear_message(
     make: Any, overrides: dict[str, Any], sentence: str
 ) -> None:
     original = F.scaled_dot_product_attention
@@ -80,7 +80,7 @@ def test_a_mistake_of_configuration_is_a_sentence_before_step_1(
     assert F.scaled_dot_product_attention is original
 
 
-def test_a_second_agent_on_the_same_model_is_refused_and_the_first_goes_on() -> None:
+def test_second_agent_on_the_same_model_is_rejected_until_detach() -> None:
     model = tiny_gpt()
     agent = attach(model, **EVERY_STEP)
     with pytest.raises(ValueError, match=r"watched by another agent; call foreshock\.detach\(model\) first"):
@@ -89,7 +89,7 @@ def test_a_second_agent_on_the_same_model_is_refused_and_the_first_goes_on() -> 
     attach(model, **EVERY_STEP).close()
 
 
-def test_a_cell_that_is_run_again_replaces_the_agent_and_an_agent_shows_itself(
+def test_rerun_notebook_cell_replaces_the_agent_and_repr_shows_its_state(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
@@ -107,7 +107,7 @@ def test_a_cell_that_is_run_again_replaces_the_agent_and_an_agent_shows_itself(
         assert "not finite" in repr(second)
 
 
-def test_a_cell_that_makes_the_model_anew_closes_the_agent_that_the_notebook_still_holds(
+def test_new_model_in_a_notebook_closes_the_earlier_agent_of_the_same_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
@@ -125,27 +125,27 @@ def test_a_cell_that_makes_the_model_anew_closes_the_agent_that_the_notebook_sti
 
 
 @pytest.mark.promise("A27")
-def test_a_user_without_a_home_attaches_and_is_told_that_unsent_batches_stay_in_memory(
+def test_user_without_a_home_directory_attaches_without_a_spool_and_is_warned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    def nobody(number: int) -> None:
+    def no_such_user(number: int) -> None:
         raise KeyError(number)
 
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", nobody)  # of a number that the machine has no name for
+    monkeypatch.setattr(pwd, "getpwuid", no_such_user)  # as for a user id without an entry in the password database
     with attach(tiny_gpt(), quiet=True, url="http://127.0.0.1:9") as agent:
         agent.step(1.0)
         assert agent.config.spool_directory is None
     assert "set FORESHOCK_SPOOL_DIRECTORY" in caplog.text
     (tmp_path / "file").touch()
-    monkeypatch.setenv("HOME", str(tmp_path / "file" / "no folder"))
+    monkeypatch.setenv("HOME", str(tmp_path / "file" / "no-folder"))
     with attach(tiny_gpt(), quiet=True, url="http://127.0.0.1:9") as agent:
         agent.step(1.0)
     assert not agent.faults
 
 
-def test_global_numbers_are_used_where_a_rank_holds_a_part() -> None:
+def test_first_layer_and_first_head_shift_the_reported_numbers() -> None:
     _, listener = watch(tiny_gpt(), steps=1, first_layer=4, first_head=2)
     layers = listener.of(wire.Started)[0].layers
     assert [(layer.layer, layer.heads) for layer in layers] == [(4, (2, 3)), (5, (2, 3))]
@@ -162,15 +162,13 @@ def test_global_numbers_are_used_where_a_rank_holds_a_part() -> None:
         ({"": 3, "blocks.1": 0}, [3, 0, 4]),
     ],
 )
-def test_layers_are_counted_on_from_the_number_of_the_innermost_module_that_has_one(
-    first: dict[str, int], numbers: list[int]
-) -> None:
+def test_layer_numbers_count_from_the_innermost_numbered_module(first: dict[str, int], numbers: list[int]) -> None:
     _, listener = watch(tiny_gpt(*(CausalSelfAttention(16, 2) for _ in range(3))), steps=1, first_layer=first)
     assert [layer.layer for layer in listener.of(wire.Started)[0].layers] == numbers
 
 
 @pytest.mark.parametrize("key", ["text encoder", "größe (1+2)", "a" * 200])
-def test_a_module_whose_name_is_any_text_is_watched_under_a_name_that_the_service_takes(key: str) -> None:
+def test_module_with_any_name_is_watched_under_a_valid_wire_name(key: str) -> None:
     model = nn.Sequential(nn.ModuleDict({key: CausalSelfAttention(16, 2)}))
     model.forward = lambda x: model[0][key](x)  # type: ignore[method-assign, index]
     with listening(model) as (agent, listener):
@@ -186,34 +184,32 @@ def sageattn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return (query @ key.mT).softmax(-1) @ value
 
 
-class OfAnotherMake(CausalSelfAttention):
-    """Calls an attention that foreshock cannot see."""
+class UnknownAttention(CausalSelfAttention):
+    """Calls an attention function that foreshock does not know."""
 
     def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return sageattn(query, key, value)
 
 
-def test_layers_that_share_one_module_count_together() -> None:
+def test_layers_that_share_a_module_are_counted_together() -> None:
     torch.manual_seed(0)
     shared = CausalSelfAttention(16, 2)
     _, listener = watch(tiny_gpt(shared, shared), steps=1)
     assert rows_of(listener) == [2 * 24] * 2
 
 
-UNWATCHABLE: Any = {
+UNSUPPORTED: Any = {
     "without attention": (lambda: tiny_gpt(nn.Identity()), "no attention that foreshock can watch ran"),
-    "attention by another make": (lambda: tiny_gpt(OfAnotherMake(16, 2)), "it computes its attention by hand"),
+    "unknown attention function": (lambda: tiny_gpt(UnknownAttention(16, 2)), "it computes its attention by hand"),
     "compiled": (lambda: torch.compile(tiny_gpt(), backend="aot_eager"), "compiled already; attach first, then"),
-    "copies in threads": (lambda: nn.DataParallel(tiny_gpt()), "use DistributedDataParallel"),
+    "nn.DataParallel": (lambda: nn.DataParallel(tiny_gpt()), "use DistributedDataParallel"),
 }
 
 
 @pytest.mark.promise("A30")
-@pytest.mark.parametrize("kind", UNWATCHABLE)
-def test_a_model_that_cannot_be_watched_trains_on_and_its_loss_is_judged(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    make, reason = UNWATCHABLE[kind]
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_unsupported_model_trains_on_and_its_loss_is_judged(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, reason = UNSUPPORTED[kind]
     model = make()
     with caplog.at_level(logging.WARNING, "foreshock"), listening(model, strict=False) as (agent, listener):
         train(agent, model, 2)
@@ -228,17 +224,19 @@ def test_a_model_that_cannot_be_watched_trains_on_and_its_loss_is_judged(
 
 
 @pytest.mark.promise("A30")
-@pytest.mark.parametrize("asked", [{"strict": True}, {"policy": "auto"}, {"policy": "approve"}, {"qk_clip": "warned"}])
-@pytest.mark.parametrize("kind", UNWATCHABLE)
-def test_more_than_observing_was_asked_for_so_a_model_that_cannot_be_watched_is_refused(
-    kind: str, asked: dict[str, Any]
+@pytest.mark.parametrize(
+    "settings_given", [{"strict": True}, {"policy": "auto"}, {"policy": "approve"}, {"qk_clip": "warned"}]
+)
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_unsupported_model_is_rejected_if_strict_or_if_the_agent_should_act(
+    kind: str, settings_given: dict[str, Any]
 ) -> None:
-    make, reason = UNWATCHABLE[kind]
+    make, reason = UNSUPPORTED[kind]
     original = F.scaled_dot_product_attention
 
     def first_step() -> None:
         model = make()
-        train(attach(model, quiet=True, url=None, **asked), model, 1)
+        train(attach(model, quiet=True, url=None, **settings_given), model, 1)
 
     with pytest.raises(ValueError, match=reason):
         first_step()
@@ -250,11 +248,11 @@ def test_more_than_observing_was_asked_for_so_a_model_that_cannot_be_watched_is_
     ("variables", "place"),
     [
         ({}, (5, 8)),
-        ({"FORESHOCK_RANK": "1", "FORESHOCK_WORLD_SIZE": "2"}, (5, 8)),  # of a task of Slurm that spawned its processes
-        ({"RANK": "9", "WORLD_SIZE": "16"}, (9, 16)),  # the group is a part of the run
+        ({"FORESHOCK_RANK": "1", "FORESHOCK_WORLD_SIZE": "2"}, (5, 8)),  # a Slurm task that spawned several processes
+        ({"RANK": "9", "WORLD_SIZE": "16"}, (9, 16)),  # the process group is a part of the run
     ],
 )
-def test_the_process_group_numbers_those_that_the_launcher_does_not_know_of(
+def test_rank_comes_from_the_process_group_without_launcher_variables(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], place: tuple[int, int]
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "FORESHOCK_RANK", "FORESHOCK_WORLD_SIZE"):
@@ -270,38 +268,38 @@ def test_the_process_group_numbers_those_that_the_launcher_does_not_know_of(
         assert (agent.config.rank, agent.config.world_size) == (1, 20)
 
 
-LOUD = EVERY_STEP | {"quiet": False}
+PRINTING = EVERY_STEP | {"quiet": False}
 
 
-def test_a_training_that_goes_on_with_another_model_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_training_another_model_is_reported_once_per_switch(caplog: pytest.LogCaptureFixture) -> None:
     watched, other = tiny_gpt(), tiny_gpt()
     settings = EVERY_STEP | {"sample_every_steps": 2}
     with attach(watched, **settings) as agent, caplog.at_level(logging.WARNING, "foreshock"):
         train(agent, watched, 4)
         train(agent, other, 5)
-        assert not [r for r in caplog.records if "no attention was recorded" in r.message]  # it may be a pause
+        assert not [r for r in caplog.records if "no attention was recorded" in r.message]  # too early to report
         train(agent, other, 20)
-        told = [r.message for r in caplog.records if "no attention was recorded" in r.message]
-        assert len(told) == 1
-        assert "since step 4" in told[0]
-        assert "a different model" in told[0]
+        messages = [r.message for r in caplog.records if "no attention was recorded" in r.message]
+        assert len(messages) == 1
+        assert "since step 4" in messages[0]
+        assert "a different model" in messages[0]
         train(agent, watched, 4)
         train(agent, other, 20)
         assert len([r for r in caplog.records if "no attention was recorded" in r.message]) == 2
 
 
-@pytest.mark.parametrize(("given", "done"), [(torch.tensor(6), 6), (np.int64(6), 6), (6.0, 6)])
-def test_steps_are_numbered_on_from_whatever_a_checkpoint_holds_their_number_as(given: Any, done: int) -> None:
+@pytest.mark.parametrize(("given", "expected"), [(torch.tensor(6), 6), (np.int64(6), 6), (6.0, 6)])
+def test_begin_at_accepts_tensor_numpy_and_float_step_counts(given: Any, expected: int) -> None:
     model = tiny_gpt()
     with attach(model, **EVERY_STEP) as agent:
         agent.begin_at(given)
         train(agent, model, 2)
-        assert json.loads(json.dumps(agent.state_dict()))["step"] == agent.current_step == done + 2
+        assert json.loads(json.dumps(agent.state_dict()))["step"] == agent.current_step == expected + 2
 
 
 @pytest.mark.promise("A15")
 @pytest.mark.parametrize("given", ["6", None, -6, float("nan"), [6]])
-def test_what_is_no_number_of_steps_is_named_and_the_training_goes_on(
+def test_begin_at_logs_an_invalid_step_count_and_training_continues(
     given: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_gpt()
@@ -313,10 +311,10 @@ def test_what_is_no_number_of_steps_is_named_and_the_training_goes_on(
     assert "begin_at takes the number of completed steps" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["forgotten", "called", "only evaluated", "failed before its first step"])
-def test_a_training_that_never_calls_step_is_told_when_it_ends(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", ["not called", "called", "only evaluated", "failed before its first step"])
+def test_close_warns_if_step_was_never_called(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_gpt()
-    agent = attach(model, **LOUD)
+    agent = attach(model, **PRINTING)
     with caplog.at_level(logging.WARNING, "foreshock"), torch.set_grad_enabled(kind != "only evaluated"):
         loss = model(batch(0)).square().mean()
         if loss.requires_grad:
@@ -324,29 +322,29 @@ def test_a_training_that_never_calls_step_is_told_when_it_ends(kind: str, caplog
         if kind == "called":
             agent.step(loss)
         agent.close("failed" if "failed" in kind else "completed")
-    assert ("agent.step(loss) was never called" in caplog.text) == (kind == "forgotten")
+    assert ("agent.step(loss) was never called" in caplog.text) == (kind == "not called")
 
 
-def test_like_layers_share_a_line_of_the_table_and_unlike_ones_do_not() -> None:
-    alike = [CausalSelfAttention(16, 2) for _ in range(9)]
+def test_identical_layers_share_a_line_of_the_table() -> None:
+    identical = [CausalSelfAttention(16, 2) for _ in range(9)]
 
     def reported(*attention: nn.Module) -> list[str]:
         model = tiny_gpt(*attention)
         agent, _ = watch(model)
         return [" ".join(line.split()) for line in agent.report().splitlines()]
 
-    lines = reported(*alike[:3], CausalSelfAttention(16, 4), *alike[3:], ByHand(), ByHand())
+    lines = reported(*identical[:3], CausalSelfAttention(16, 4), *identical[3:], ManualAttention(), ManualAttention())
     assert [line.split(" fused")[0] for line in lines if "blocks" in line][:2] == [
         "0, 1, ..., 9 9 x blocks.0, blocks.1, ..., blocks.9 2 2 8",
         "3 blocks.3 4 4 4",
     ]
     by_hand = "2 x not monitored: it computes its attention by hand (blocks.10, blocks.11)"
     assert [line for line in lines if "not monitored" in line] == [by_hand]
-    assert any(line.startswith("0 to 8 9 x blocks.0, blocks.1, ..., blocks.8") for line in reported(*alike))
+    assert any(line.startswith("0 to 8 9 x blocks.0, blocks.1, ..., blocks.8") for line in reported(*identical))
 
 
-class KeysOfAFunction(nn.Module):
-    """Three query heads share the one key head that no projection makes."""
+class KeysWithoutProjection(nn.Module):
+    """Three query heads share a key head, whose keys come from slicing rather than a projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,9 +356,9 @@ class KeysOfAFunction(nn.Module):
         return F.scaled_dot_product_attention(query, keys, keys, enable_gqa=True).transpose(1, 2).flatten(2)
 
 
-def test_key_heads_that_nothing_tells_are_no_number_in_the_table_and_the_service_is_told_so() -> None:
-    """The caller of attach gave the heads; they say nothing of keys."""
-    model = nn.Sequential(KeysOfAFunction(), nn.Linear(12, 2))
+def test_unknown_key_heads_are_shown_as_unknown_and_sent_to_the_service() -> None:
+    """The `heads` setting gives query heads only."""
+    model = nn.Sequential(KeysWithoutProjection(), nn.Linear(12, 2))
     with listening(model, heads={"0": 3}) as (agent, listener):
         for _ in range(2):
             loss = model(torch.randn(2, 5, 12)).square().mean()
@@ -378,17 +376,17 @@ def test_key_heads_that_nothing_tells_are_no_number_in_the_table_and_the_service
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_the_service_is_corrected_about_a_layer_that_is_switched_refused_and_switched_back(
+def test_service_is_updated_when_the_implementation_of_a_layer_changes(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[list[tuple[str, bool]]] = []
+    corrections: list[list[tuple[str, bool]]] = []
 
     def correct(outbox: Outbox, started: wire.Started) -> None:
         outbox.started = started
-        told.append([(layer.served_by, layer.sampled) for layer in started.layers])
+        corrections.append([(layer.served_by, layer.sampled) for layer in started.layers])
 
     monkeypatch.setattr(Outbox, "correct", correct)
-    probe, ours = ("probe", True), ("reference", False)
+    probe, kernels = ("probe", True), ("reference", False)
 
     def step(model: nn.Module, agent: Agent) -> None:
         running: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
@@ -400,24 +398,24 @@ def test_the_service_is_corrected_about_a_layer_that_is_switched_refused_and_swi
         for masks in (False, True, True):
             first.masks = masks
             step(half, agent)
-    assert told == [[probe, ours]]
-    told.clear()
+    assert corrections == [[probe, kernels]]
+    corrections.clear()
     model = tiny_gpt()
     with attach(model, **{**EVERY_STEP, "attention": "keep"}) as agent:
         for mode in (None, "row_corrected", None, "plain", None):
             if mode is not None:
                 agent.set_mode([(0, 0)], mode, "a test")
             step(model, agent)
-    assert told == [[ours, probe], [probe, probe]]
+    assert corrections == [[kernels, probe], [probe, probe]]
 
 
-def test_the_table_after_the_first_steps_tells_what_is(capsys: pytest.CaptureFixture[str]) -> None:
-    masked = tiny_gpt(*half_masked().blocks, ByHand())
+def test_table_after_the_first_steps_shows_the_implementation_of_each_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    masked = tiny_gpt(*half_masked().blocks, ManualAttention())
     with attach(masked, **{**EVERY_STEP, "quiet": False}) as agent:
-        assert capsys.readouterr().err == "", "no step has shown yet what is attention"
+        assert capsys.readouterr().err == "", "the table waits for the first steps"
         train(agent, masked, 2)
-        told = capsys.readouterr().err
-        assert "1 x kernels, but native and sampled in calls where it passes a mask (blocks.0)" in told
-        assert "1 x kernels (blocks.1)" in told
-        assert told.rstrip().endswith("watched 2 of 3 attention layers")
+        printed = capsys.readouterr().err
+        assert "1 x kernels, but native and sampled in calls where it passes a mask (blocks.0)" in printed
+        assert "1 x kernels (blocks.1)" in printed
+        assert printed.rstrip().endswith("watched 2 of 3 attention layers")
         assert agent.report().count("watched 2 of 3 attention layers") == 1

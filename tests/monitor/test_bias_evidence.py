@@ -1,4 +1,4 @@
-"""The bets on the delta bias, beside the same worked out number by number, and how often noise wins them."""
+"""The sequential test of the delta bias, against a scalar reference, and its false positive rate."""
 
 import itertools
 import math
@@ -14,13 +14,13 @@ from foreshock.monitor.detect.bias_evidence import ASKED, CHANCE, MEMORY_BETS, B
 STAKE, USUAL, FIRST, OUTLIER, MOST = 0.6, 20, 3, 3.0, 1e6
 
 
-def by_hand(biases: list[float], rows: float, sign: float) -> float:
-    """The capital that bets on one sign have come to."""
+def reference_capital(biases: list[float], rows: float, sign: float) -> float:
+    """The capital of the bets on one sign, in plain Python."""
     capital, usual, blocks = 1.0, 0.0, 0
     for bias in biases:
         size = bias / math.sqrt(rows)
-        won = max(-1.0, min(1.0, size / usual)) if blocks >= FIRST and usual else 0.0
-        capital = min(capital * (1 + sign * STAKE * won) * (1 - 1 / MEMORY_BETS) + 1 / MEMORY_BETS, MOST)
+        gain = max(-1.0, min(1.0, size / usual)) if blocks >= FIRST and usual else 0.0
+        capital = min(capital * (1 + sign * STAKE * gain) * (1 - 1 / MEMORY_BETS) + 1 / MEMORY_BETS, MOST)
         if size:
             seen = min(abs(size), OUTLIER * usual) if blocks >= FIRST else abs(size)
             blocks += 1
@@ -34,7 +34,7 @@ def bet(evidence: BiasEvidence, bias: Floats, rows: float = 1.0) -> None:
     evidence.close()
 
 
-def played(biases: list[float], rows: float = 100.0) -> BiasEvidence:
+def evidence_of(biases: list[float], rows: float = 100.0) -> BiasEvidence:
     evidence = BiasEvidence.begin(1)
     for bias in biases:
         bet(evidence, np.array([bias]), rows)
@@ -42,15 +42,15 @@ def played(biases: list[float], rows: float = 100.0) -> BiasEvidence:
 
 
 @given(st.lists(st.floats(-1e6, 1e6).filter(lambda x: x == 0 or abs(x) > 1e-6), max_size=60), st.floats(1.0, 1e9))
-def test_the_capital_is_what_single_bets_come_to(biases: list[float], rows: float) -> None:
-    evidence = played(biases, rows)
-    assert evidence.of(np.ones(1))[0] == pytest.approx(by_hand(biases, rows, 1.0), rel=1e-9)
-    assert evidence.of(-np.ones(1))[0] == pytest.approx(by_hand(biases, rows, -1.0), rel=1e-9)
+def test_capital_equals_the_scalar_reference(biases: list[float], rows: float) -> None:
+    evidence = evidence_of(biases, rows)
+    assert evidence.of(np.ones(1))[0] == pytest.approx(reference_capital(biases, rows, 1.0), rel=1e-9)
+    assert evidence.of(-np.ones(1))[0] == pytest.approx(reference_capital(biases, rows, -1.0), rel=1e-9)
 
 
 @pytest.mark.parametrize("sizes", [(1.0,) * 12, (1.0, 2.0, 0.5, 9.0, 1.0, 1.0, 30.0, 0.1, 1.0, 2.0, 3.0, 1.0)])
-def test_over_all_signs_of_given_blocks_the_bets_are_fair(sizes: tuple[float, ...]) -> None:
-    """The mean over every sequence of signs is 1: nothing is won by noise, whatever the sizes of the blocks."""
+def test_mean_capital_over_all_sign_sequences_is_1(sizes: tuple[float, ...]) -> None:
+    """The mean over all sign sequences is 1: under noise the capital is a martingale for any block sizes."""
     signs = np.array(list(itertools.product([-1.0, 1.0], repeat=len(sizes)))).T
     evidence = BiasEvidence.begin(signs.shape[1])
     for size, sign in zip(sizes, signs, strict=True):
@@ -59,7 +59,7 @@ def test_over_all_signs_of_given_blocks_the_bets_are_fair(sizes: tuple[float, ..
 
 
 @pytest.mark.parametrize("heavy", [False, True])
-def test_noise_comes_to_what_is_asked_in_few_runs_of_a_thousand_bets_at_any_look(heavy: bool) -> None:
+def test_false_positive_rate_of_noise_stays_below_chance(heavy: bool) -> None:
     rng, runs = np.random.default_rng(7), 2000
     evidence, hit = BiasEvidence.begin(runs), np.zeros(runs, dtype=bool)
     for _ in range(MEMORY_BETS):
@@ -69,7 +69,7 @@ def test_noise_comes_to_what_is_asked_in_few_runs_of_a_thousand_bets_at_any_look
 
 
 @pytest.mark.parametrize("before", [0, 300, 3000])
-def test_a_push_is_found_as_soon_however_long_there_was_none(before: int) -> None:
+def test_push_is_detected_equally_fast_after_any_length_of_noise(before: int) -> None:
     rng, heads = np.random.default_rng(11), 400
     evidence = BiasEvidence.begin(heads)
     for _ in range(before):
@@ -83,7 +83,7 @@ def test_a_push_is_found_as_soon_however_long_there_was_none(before: int) -> Non
     assert (found <= 99).mean() >= 0.97
 
 
-def test_a_push_that_ends_is_forgotten() -> None:
+def test_evidence_decays_after_a_push_ends() -> None:
     rng, heads = np.random.default_rng(5), 200
     evidence = BiasEvidence.begin(heads)
     for _ in range(1000):
@@ -95,16 +95,16 @@ def test_a_push_that_ends_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("size", [30.0, 1e6, -1e6])
-def test_a_spike_moves_the_capital_no_further_than_any_large_block(size: float) -> None:
+def test_outlier_is_clipped_to_the_effect_of_a_large_block(size: float) -> None:
     biases = [1.0, -1.0] * 20
-    plain, spiked = (played([*biases, last]).of(np.ones(1))[0] for last in (math.copysign(3.0, size), size))
+    plain, spiked = (evidence_of([*biases, last]).of(np.ones(1))[0] for last in (math.copysign(3.0, size), size))
     assert spiked == pytest.approx(plain)
-    later = played([*biases, size, *[1.0] * 40]).of(np.ones(1))[0]
+    later = evidence_of([*biases, size, *[1.0] * 40]).of(np.ones(1))[0]
     assert later >= ASKED
 
 
 @pytest.mark.parametrize("factor", [1 / 30, 30.0])
-def test_gradients_that_come_to_another_size_hide_no_push(factor: float) -> None:
+def test_push_is_detected_while_gradients_change_scale(factor: float) -> None:
     rng, heads = np.random.default_rng(13), 200
     evidence = BiasEvidence.begin(heads)
     for block in range(160):
@@ -113,9 +113,11 @@ def test_gradients_that_come_to_another_size_hide_no_push(factor: float) -> None
     assert (evidence.of(np.ones(heads)) >= ASKED).mean() >= 0.9
 
 
-@pytest.mark.parametrize(("push", "blocks"), [(0.9 / math.sqrt(10), 3), (0.065, 100)], ids=["seen closer", "spread"])
-def test_a_push_is_found_from_samples_of_every_step(push: float, blocks: int) -> None:
-    """Ten samples of every step show the first push as ten far ones would; the second only whole blocks show."""
+@pytest.mark.parametrize(
+    ("push", "blocks"), [(0.9 / math.sqrt(10), 3), (0.065, 100)], ids=["within a block", "over blocks"]
+)
+def test_push_is_detected_from_samples_of_every_step(push: float, blocks: int) -> None:
+    """Ten samples of consecutive steps suffice for the first push; the second needs whole blocks."""
     rng, heads = np.random.default_rng(17), 200
     noise, pushed = (BiasEvidence.begin(heads) for _ in range(2))
     for step in range(1, 100 * blocks + 1):
@@ -124,34 +126,34 @@ def test_a_push_is_found_from_samples_of_every_step(push: float, blocks: int) ->
             evidence.add(bias, np.ones(heads))
             if step % 100 == 0:
                 evidence.close()
-    won, by_noise = (each.of(np.ones(heads)) >= ASKED for each in (pushed, noise))
-    assert won.mean() >= 0.8
+    gain, by_noise = (each.of(np.ones(heads)) >= ASKED for each in (pushed, noise))
+    assert gain.mean() >= 0.8
     assert by_noise.mean() <= CHANCE
 
 
-def test_what_was_won_stays_when_blocks_come_to_hold_more_samples_than_a_bet() -> None:
-    evidence = played([1.0] * 20)
-    won = evidence.of(np.ones(1))[0]
+def test_capital_stays_when_blocks_get_more_samples_than_a_bet() -> None:
+    evidence = evidence_of([1.0] * 20)
+    gain = evidence.of(np.ones(1))[0]
     for _ in range(11):
         evidence.add(np.zeros(1), np.ones(1))
     evidence.close()
-    assert evidence.of(np.ones(1))[0] == pytest.approx(won, rel=0.01)
+    assert evidence.of(np.ones(1))[0] == pytest.approx(gain, rel=0.01)
 
 
-def test_a_head_whose_mode_changes_begins_again_and_the_others_go_on() -> None:
+def test_forget_resets_the_given_heads_only() -> None:
     evidence = BiasEvidence.begin(2)
     for _ in range(20):
         bet(evidence, np.ones(2), 100.0)
-    evidence.add(np.array([1e3, 0.0]), np.ones(2))  # of the block under way
+    evidence.add(np.array([1e3, 0.0]), np.ones(2))  # in the open block
     evidence.forget(np.array([True, False]))
     assert evidence.of(np.ones(2))[0] == 1.0
     assert evidence.of(np.ones(2))[1] > ASKED
     for _ in range(20):
         bet(evidence, np.array([1.0, 0.0]), 100.0)
-    assert evidence.of(np.ones(2))[0] == pytest.approx(played([1.0] * 20).of(np.ones(1))[0])
+    assert evidence.of(np.ones(2))[0] == pytest.approx(evidence_of([1.0] * 20).of(np.ones(1))[0])
 
 
-def test_a_bias_that_is_not_finite_is_left_out_of_its_bet() -> None:
+def test_nonfinite_bias_is_left_out_of_its_bet() -> None:
     with_gap, without = BiasEvidence.begin(1), BiasEvidence.begin(1)
     for number in range(20):
         if number % 5 == 4:

@@ -1,4 +1,4 @@
-"""QK-Clip: when it is on, what it scales, what it leaves as it is, and what it tells."""
+"""QK-Clip: when it is on, which weights it scales, and what it reports."""
 
 import json
 import logging
@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.monitor.doubles import Listener, ScriptedDetectors, verdict
-from tests.monitor.executions import EVERY_STEP
-from tests.monitor.layouts import DIM, HEADS, LAYOUTS, WIDTH, located, separate
+from tests.monitor.execution_modes import EVERY_STEP
+from tests.monitor.layouts import DIM, HEADS, LAYOUTS, WIDTH, projection_of, separate
 from tests.monitor.probing import scores_of, tensors, visible
 from tests.monitor.test_flex import Flex
 from tests.monitor.tiny_models import CausalSelfAttention, TinyGPT, batch, tiny_gpt, train_step
-from tests.monitor.watching import listening
+from tests.monitor.watched_training import listening
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 
@@ -32,8 +32,8 @@ from foreshock.monitor.model.layers import Projection
 from foreshock.monitor.qk_clip import QKClip
 
 TAU = 0.05
-"""The scores of a model of random weights pass it."""
-EVERY = EVERY_STEP | {"qk_clip_threshold": TAU}
+"""A threshold below the scores of a randomly initialised model."""
+SETTINGS = EVERY_STEP | {"qk_clip_threshold": TAU}
 
 
 @pytest.fixture(autouse=True)
@@ -46,87 +46,91 @@ def two_layers(*attentions: nn.Module) -> TinyGPT:
     return tiny_gpt(*(attentions or (CausalSelfAttention(16, 2) for _ in range(2))))
 
 
-def of_queries_and_keys(model: nn.Module) -> list[Tensor]:
+def query_key_weights(model: nn.Module) -> list[Tensor]:
     return [p.detach()[:32].clone() for name, p in model.named_parameters() if "c_attn" in name]
 
 
-def changed(agent: Agent, model: nn.Module, steps: int = 1) -> bool:
-    """Whether W_Q or W_K change in steps that no optimizer makes: by the clip alone."""
-    before = of_queries_and_keys(model)
-    still = torch.optim.SGD(model.parameters(), lr=0.0)
+def weights_change(agent: Agent, model: nn.Module, steps: int = 1) -> bool:
+    """Whether QK-Clip changes W_Q or W_K in some steps; the learning rate is 0."""
+    before = query_key_weights(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for step in range(steps):
-        agent.step(train_step(model, still, step).detach())
-    return any(not torch.equal(a, b) for a, b in zip(before, of_queries_and_keys(model), strict=True))
+        agent.step(train_step(model, optimizer, step).detach())
+    return any(not torch.equal(a, b) for a, b in zip(before, query_key_weights(model), strict=True))
 
 
 def largest(listener: Listener) -> list[float]:
-    """The largest score of all heads in each sample."""
+    """The largest score over all heads, per sample."""
     words = [sample.words() for sample in listener.of(wire.Sample)]
     return [float(slot_values(each, Slot.SCORE_MAX).max()) for each in words if each is not None]
 
 
-def growing(step: int, **changes: Any) -> wire.Verdict:
+def growth_warning(step: int, **changes: Any) -> wire.Verdict:
     return verdict(0, 0, **{"step": step, "cause": "score growth", "signal": "score", **changes})
 
 
-def test_always_holds_the_scores_from_the_first_step_and_tells_what_it_scaled(
+def test_always_clips_from_step_1_and_reports_what_it_scaled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING, "foreshock")
     model = two_layers()
-    with listening(model, **EVERY) as (agent, plain):
-        assert not changed(agent, model, 3)
+    with listening(model, **SETTINGS) as (agent, plain):
+        assert not weights_change(agent, model, 3)
         assert "QK-Clip" not in agent.report()
     assert min(largest(plain)) > 2 * TAU
     model = two_layers()
-    with listening(model, qk_clip="always", **EVERY) as (agent, listener):
-        assert changed(agent, model, 3)
+    with listening(model, qk_clip="always", **SETTINGS) as (agent, listener):
+        assert weights_change(agent, model, 3)
         saved, report = agent.state_dict(), agent.report()
-    assert largest(listener)[0] == largest(plain)[0]  # counted before the first clip
+    assert largest(listener)[0] == largest(plain)[0]  # measured before the first clip
     assert max(largest(listener)[1:]) < min(largest(plain)[1:])
-    told = listener.of(wire.Clipped)
-    assert told[0].step == 1
-    assert min(told[0].factors) == pytest.approx(TAU / largest(plain)[0])
-    assert all(each.on and each.heads and max(each.factors) < 1 and min(each.times) >= 1 for each in told)
-    assert len(told) == 2, "the first at once, the others together"
+    clipped = listener.of(wire.Clipped)
+    assert clipped[0].step == 1
+    assert min(clipped[0].factors) == pytest.approx(TAU / largest(plain)[0])
+    assert all(each.on and each.heads and max(each.factors) < 1 and min(each.times) >= 1 for each in clipped)
+    assert len(clipped) == 2, "the first event at once, the second for all later steps"
     samples = [s for s in listener.of(wire.Sample) if s.clip_factor is not None]
     factors = [s.clip_factor.numpy() for s in samples]
-    assert min(each.min() for each in factors) == pytest.approx(min(min(each.factors) for each in told), rel=1e-6)
+    assert min(each.min() for each in factors) == pytest.approx(min(min(each.factors) for each in clipped), rel=1e-6)
     assert (
-        sum(s.clipped_steps.numpy().sum() for s in samples) == sum(sum(each.times) for each in told) == told[-1].total
+        sum(s.clipped_steps.numpy().sum() for s in samples)
+        == sum(sum(each.times) for each in clipped)
+        == clipped[-1].total
     )
     assert sum("QK-Clip scaled" in record.getMessage() for record in caplog.records) == 1
     assert "QK-Clip is on at 0.05; " in report
-    assert [head[:2] for head in saved["qk_clip"]["done"]] == [list(head) for each in told[:1] for head in each.heads]
+    assert [head[:2] for head in saved["qk_clip"]["done"]] == [
+        list(head) for each in clipped[:1] for head in each.heads
+    ]
     assert agent.faults == {}
 
 
-def test_samples_hold_the_largest_score_of_all_their_steps_while_each_step_is_clipped_by_its_own() -> None:
-    found = []
+def test_sample_contains_the_largest_score_of_its_steps_although_each_is_clipped() -> None:
+    maxima = []
     for steps in (1, 4):
         model = two_layers()
-        with listening(model, qk_clip="always", **EVERY | {"sample_every_steps": steps}) as (agent, listener):
-            changed(agent, model, 9)
-        found.append(largest(listener))
-    theirs, ours = found
-    assert ours[:3] == [theirs[0], max(theirs[1:4]), max(theirs[4:8])]
+        with listening(model, qk_clip="always", **SETTINGS | {"sample_every_steps": steps}) as (agent, listener):
+            weights_change(agent, model, 9)
+        maxima.append(largest(listener))
+    per_step, per_sample = maxima
+    assert per_sample[:3] == [per_step[0], max(per_step[1:4]), max(per_step[4:8])]
 
 
-def test_by_hand_it_is_switched_on_and_off_between_steps_with_an_event_and_a_line_each(
+def test_set_qk_clip_switches_between_steps_with_an_event_and_a_log_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING, "foreshock")
     model = two_layers()
-    with listening(model, **EVERY) as (agent, listener):
+    with listening(model, **SETTINGS) as (agent, listener):
         wrong: Any
         for wrong in ("never", "always", "warned", 1, None):
             with pytest.raises(ValueError, match="takes True or False, not"):
                 agent.set_qk_clip(wrong, "the scores grow")
-        assert not changed(agent, model)
+        assert not weights_change(agent, model)
         agent.set_qk_clip(True, "the scores grow")
-        assert changed(agent, model)
+        assert weights_change(agent, model)
         agent.set_qk_clip(False, "enough")
-        assert not changed(agent, model, 2)
+        assert not weights_change(agent, model, 2)
     events = listener.of(wire.Clipped)
     assert [(each.on, each.reason) for each in events if not each.heads] == [
         (True, "the scores grow"),
@@ -141,70 +145,70 @@ def test_by_hand_it_is_switched_on_and_off_between_steps_with_an_event_and_a_lin
 @pytest.mark.parametrize(
     ("given", "on"),
     [
-        (growing(1), True),
-        (growing(1, state="updated", severity="critical"), True),
-        (growing(1, severity="info"), False),
-        (growing(1, cause="rounding"), False),
-        (growing(1, cause="other"), False),
-        (growing(1, state="cleared"), False),
+        (growth_warning(1), True),
+        (growth_warning(1, state="updated", severity="critical"), True),
+        (growth_warning(1, severity="info"), False),
+        (growth_warning(1, cause="rounding"), False),
+        (growth_warning(1, cause="other"), False),
+        (growth_warning(1, state="cleared"), False),
     ],
 )
-def test_warned_begins_at_a_standing_warning_of_scores_that_grow_and_at_no_other(given: wire.Verdict, on: bool) -> None:
+def test_warned_starts_only_on_an_active_warning_of_score_growth(given: wire.Verdict, on: bool) -> None:
     model = two_layers()
-    with attach(model, qk_clip="warned", policy="auto", **EVERY) as agent:
+    with attach(model, qk_clip="warned", policy="auto", **SETTINGS) as agent:
         agent.detectors = ScriptedDetectors(4, {1: [given]})
-        assert not changed(agent, model)
-        agent.state_dict()  # the verdict of step 1 has come
-        assert changed(agent, model) == on
+        assert not weights_change(agent, model)
+        agent.state_dict()  # waits for the verdict of step 1
+        assert weights_change(agent, model) == on
         assert ("QK-Clip is on" in agent.report()) == on
 
 
-def test_after_a_persons_no_a_warning_that_stands_does_not_switch_it_on_and_a_new_one_does() -> None:
+def test_only_a_new_warning_overrides_a_manual_switch_off() -> None:
     model = two_layers()
-    with attach(model, qk_clip="warned", policy="auto", **EVERY) as agent:
+    with attach(model, qk_clip="warned", policy="auto", **SETTINGS) as agent:
         agent.set_qk_clip(True, "to look")
-        agent.set_qk_clip(False, "no")
-        script = {1: [growing(1, state="updated")], 2: [growing(2, state="raised")]}
+        agent.set_qk_clip(False, "stop")
+        script = {1: [growth_warning(1, state="updated")], 2: [growth_warning(2, state="raised")]}
         agent.detectors = ScriptedDetectors(4, script)
         for expected in ("off", "on"):
-            changed(agent, model)
+            weights_change(agent, model)
             agent.state_dict()
             assert f"QK-Clip is {expected}" in agent.report()
 
 
 @pytest.mark.parametrize("attention", ["kernels", "keep"])
-def test_a_resumed_run_goes_on_clipping_and_remembers_what_was_scaled(attention: str) -> None:
+def test_resumed_run_continues_clipping_and_its_totals(attention: str) -> None:
     model = two_layers()
-    with attach(model, **EVERY) as agent:
+    with attach(model, **SETTINGS) as agent:
         agent.set_qk_clip(True, "the scores grow")
-        changed(agent, model)
+        weights_change(agent, model)
         saved = json.loads(json.dumps(agent.state_dict()))
     model = two_layers()
-    with attach(model, **(EVERY | {"attention": attention})) as agent:
+    with attach(model, **(SETTINGS | {"attention": attention})) as agent:
         agent.load_state_dict(saved)
-        assert changed(agent, model, 2)
+        assert weights_change(agent, model, 2)
         again = agent.state_dict()["qk_clip"]
     assert [done[:2] for done in again["done"]] == [done[:2] for done in saved["qk_clip"]["done"]]
     assert sum(done[2] for done in again["done"]) > sum(done[2] for done in saved["qk_clip"]["done"])
 
 
-def test_16_bit_weights_are_scaled_only_where_the_optimizer_trains_them_themselves() -> None:
-    def run(own: bool | None, master: bool = False, several: bool = False) -> bool:
+def test_16_bit_weights_are_scaled_only_if_the_optimizer_updates_them_directly() -> None:
+    def run(owner: bool | None, master: bool = False, several: bool = False) -> bool:
         model = two_layers().to(torch.bfloat16)
-        with attach(model, qk_clip="always", **EVERY) as agent:
-            trained = model if own else two_layers()
+        with attach(model, qk_clip="always", **SETTINGS) as agent:
+            trained = model if owner else two_layers()
             optimizer = torch.optim.SGD(trained.parameters(), lr=0.0)
             if master:
                 for parameter in model.parameters():
                     optimizer.state[parameter]["master_param"] = parameter.detach().float()
-            if own is not None:
+            if owner is not None:
                 for wrong in (model, [], [None]):
                     with pytest.raises(ValueError, match="pass the training's optimizer, or a list of optimizers"):
                         agent.qk_clip_with(optimizer=wrong)  # type: ignore[arg-type]
                 agent.qk_clip_with(optimizer=[optimizer] if several else optimizer)
-            did = changed(agent, model)
+            did = weights_change(agent, model)
             reason = {None: "are bfloat16 and may be copies", False: "trains a copy of its weights"}
-            assert did or reason[False if master else own] in agent.report()
+            assert did or reason[False if master else owner] in agent.report()
             return did
 
     assert run(True)
@@ -214,21 +218,21 @@ def test_16_bit_weights_are_scaled_only_where_the_optimizer_trains_them_themselv
     assert not run(None)
 
 
-def test_a_fault_ends_it_and_the_training_goes_on(
+def test_fault_turns_clipping_off_and_training_continues(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "foreshock")
     model = two_layers()
-    with attach(model, qk_clip="always", **(EVERY | {"strict": False})) as agent:
-        assert changed(agent, model)
+    with attach(model, qk_clip="always", **(SETTINGS | {"strict": False})) as agent:
+        assert weights_change(agent, model)
 
         def fails(*_: object, **__: object) -> None:
-            raise RuntimeError("no weights today")
+            raise RuntimeError("weights are unavailable")
 
         monkeypatch.setattr("foreshock.monitor.qk_clip.QKClip.after_step", fails)
-        assert not changed(agent, model)
+        assert not weights_change(agent, model)
         monkeypatch.undo()
-        assert not changed(agent, model, 3)
+        assert not weights_change(agent, model, 3)
         assert agent.faults == {"qk_clip": 1}
         assert "QK-Clip is off at 0.05, an error occurred while scaling" in agent.report()
         with pytest.raises(ValueError, match="QK-Clip stays off: an error occurred while scaling"):
@@ -238,41 +242,41 @@ def test_a_fault_ends_it_and_the_training_goes_on(
 
 @pytest.mark.promise("A26")
 @pytest.mark.parametrize("policy", ["observe", "approve", "auto"])
-def test_no_policy_clips_or_proposes_to(policy: Any) -> None:
+def test_clipping_stays_off_by_default_under_every_policy(policy: Any) -> None:
     model = two_layers()
-    with listening(model, policy=policy, **EVERY) as (agent, listener):
-        agent.detectors = ScriptedDetectors(4, {1: [growing(1)], 2: [growing(2, state="updated")]})
-        assert not changed(agent, model, 5)
+    with listening(model, policy=policy, **SETTINGS) as (agent, listener):
+        agent.detectors = ScriptedDetectors(4, {1: [growth_warning(1)], 2: [growth_warning(2, state="updated")]})
+        assert not weights_change(agent, model, 5)
     assert listener.of(wire.Switched) == []
 
 
 @pytest.mark.promise("A26")
-def test_an_order_of_an_older_service_is_refused_with_a_sentence_and_scales_nothing() -> None:
+def test_qk_clip_order_of_an_older_service_is_refused() -> None:
     order = wire.Command(id="c", action="qk_clip", mode="qk_clip_always", reason="scores grow", issued_by="ada")
     model = two_layers()
-    with attach(model, **EVERY) as agent:
-        changed(agent, model)
+    with attach(model, **SETTINGS) as agent:
+        weights_change(agent, model)
         answer = agent._switchboard.obey(order, step=agent.current_step, unix_seconds=time.time())
         assert answer is not None
         assert (answer.outcome, answer.heads) == ("refused", ())
         assert answer.reason == "this agent does not carry out 'qk_clip' orders"
-        assert not changed(agent, model)
+        assert not weights_change(agent, model)
 
 
-def test_the_service_hears_whenever_its_state_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str | None] = []
+def test_service_receives_every_change_of_the_clipping_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[str | None] = []
     model = two_layers()
-    with attach(model, **EVERY) as agent:
-        monkeypatch.setattr(agent._outbox, "_send", lambda event: told.append(getattr(event, "qk_clip", "other")))
-        changed(agent, model, 2)
+    with attach(model, **SETTINGS) as agent:
+        monkeypatch.setattr(agent._outbox, "_send", lambda event: states.append(getattr(event, "qk_clip", "other")))
+        weights_change(agent, model, 2)
         agent.set_qk_clip(True, "scores grow")
-        changed(agent, model, 2)
+        weights_change(agent, model, 2)
         agent.set_qk_clip(False, "enough")
-        changed(agent, model, 2)
-    assert [each for each in told if each != "other"] == ["never", "on", "never"]
+        weights_change(agent, model, 2)
+    assert [each for each in states if each != "other"] == ["never", "on", "never"]
 
 
-KEPT: dict[str, Any] = EVERY | {
+NATIVE: dict[str, Any] = SETTINGS | {
     "attention": "keep", "qk_clip": "always", "probe_rows": 1, "numerics": "float32",
 }  # fmt: skip
 
@@ -288,69 +292,71 @@ SPECS = [
 @pytest.mark.parametrize("at_once", [2**24, 2**8])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("spec", SPECS)
-def test_the_largest_of_all_rows_is_that_of_a_float64_loop_in_one_piece_and_in_many(
+def test_max_score_of_all_rows_equals_a_float64_reference_for_any_chunk_size(
     spec: AttentionSpec, masked: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("foreshock.monitor.attention.probed_rows.HELD_BYTES", at_once)
     monkeypatch.setattr("foreshock.monitor.attention.probed_rows.LEAST_ROWS", 3)
     query, key, value, grad = tensors(torch.bfloat16, length=11)
-    seen = torch.rand(3, 1, 11, 11, generator=torch.Generator().manual_seed(1)) < 0.5 if masked else None
-    if seen is not None:
-        seen[1, :, 4] = False  # a row that sees nothing
+    mask = torch.rand(3, 1, 11, 11, generator=torch.Generator().manual_seed(1)) < 0.5 if masked else None
+    if mask is not None:
+        mask[1, :, 4] = False  # a row without visible keys
     largest = torch.full((4,), -math.inf)
-    raise_largest(largest, Call(grad, grad, query, key, value, seen), spec)
+    raise_largest(largest, Call(grad, grad, query, key, value, mask), spec)
     shown = visible(11, 11, spec.causal, (spec.window_left, spec.right))
-    scores = scores_of(query, key, shown if seen is None else shown & seen, scale=spec.scale, softcap=spec.softcap)
+    scores = scores_of(query, key, shown if mask is None else shown & mask, scale=spec.scale, softcap=spec.softcap)
     assert largest.tolist() == pytest.approx(scores.amax((0, 2, 3)).tolist(), rel=1e-6)
 
 
-def test_a_kept_attention_is_scaled_as_our_kernels_would_have_it_scaled_though_one_row_is_sampled() -> None:
+def test_native_attention_is_clipped_like_the_kernels_with_one_sampled_row() -> None:
     weights = []
     for attention in ("kernels", "keep"):
         model = two_layers()
-        with attach(model, **(KEPT | {"attention": attention})) as agent:
-            assert changed(agent, model, 3)
+        with attach(model, **(NATIVE | {"attention": attention})) as agent:
+            assert weights_change(agent, model, 3)
             assert agent.faults == {}
-        weights.append(of_queries_and_keys(model))
+        weights.append(query_key_weights(model))
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-6, atol=0)
 
 
-def test_only_steps_that_look_at_all_rows_scale_and_no_sampled_score_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_attention_is_clipped_only_every_qk_clip_every_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AgentConfig, "qk_clip_every_steps", 3)
     model = two_layers()
-    with listening(model, **KEPT | {"probe_rows": 10**6}) as (agent, listener):
-        assert [changed(agent, model) for _ in range(7)] == [False, False, True, False, False, True, False]
+    with listening(model, **NATIVE | {"probe_rows": 10**6}) as (agent, listener):
+        assert [weights_change(agent, model) for _ in range(7)] == [False, False, True, False, False, True, False]
     sampled = [sample.words() for sample in listener.of(wire.Sample)]
     assert len(sampled) == 7
     assert all(slot_values(words, Slot.SCORE_MAX).max() > TAU for words in sampled if words is not None)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-def test_what_the_pass_cannot_look_at_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *operands: None)  # which refuses to train on a CPU
+def test_unsupported_native_layers_are_not_clipped_and_the_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        flex_attention, "_validate_device", lambda *operands: None
+    )  # PyTorch refuses to train FlexAttention on a CPU
     model = two_layers(Flex(), CausalSelfAttention(16, 4))
-    with attach(model, **KEPT) as agent:
-        assert changed(agent, model, 2)
+    with attach(model, **NATIVE) as agent:
+        assert weights_change(agent, model, 2)
         assert "not scaled: 1 layers (blocks.0): a function changes its scores" in agent.report()
     model = two_layers()
-    with attach(model, **KEPT) as agent:
-        assert changed(agent, model, 2)
+    with attach(model, **NATIVE) as agent:
+        assert weights_change(agent, model, 2)
         monkeypatch.setattr(probe, "_capturing", lambda query: True)
-        assert not changed(agent, model, 2)
+        assert not weights_change(agent, model, 2)
         assert "not scaled: 2 layers (blocks.0, blocks.1): its step was captured in a CUDA graph" in agent.report()
 
 
 @pytest.mark.parametrize("attention", ["keep", "kernels"])
-def test_one_module_that_stands_for_two_layers_is_scaled_once_by_the_larger_score_of_both(attention: Any) -> None:
+def test_shared_module_is_scaled_once_by_its_larger_score(attention: Any) -> None:
     shared = CausalSelfAttention(16, 2)
     model, inputs = two_layers(shared, shared), []
     hook = shared.register_forward_pre_hook(lambda module, given: inputs.append(given[0].detach().double()))
     before = shared.c_attn.weight.detach().double()
     bias = shared.c_attn.bias.detach().double()
-    still = torch.optim.SGD(model.parameters(), lr=0.0)
-    settings = EVERY | {"attention": attention, "qk_clip": "always", "numerics": "float32"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    settings = SETTINGS | {"attention": attention, "qk_clip": "always", "numerics": "float32"}
     with attach(model, **settings) as agent:
-        agent.step(train_step(model, still, 0, batch(0)).detach())
+        agent.step(train_step(model, optimizer, 0, batch(0)).detach())
     hook.remove()
     largest = [-math.inf] * 2
     for x in inputs:
@@ -382,12 +388,12 @@ def fresh_state(layers: int = 1) -> Tensor:
     return torch.from_numpy(identity_row()).repeat(layers * HEADS, 1)
 
 
-def seen(state: Tensor, scores: list[float]) -> None:
+def set_scores(state: Tensor, scores: list[float]) -> None:
     state.view(torch.float64)[:, Slot.SCORE_MAX] = torch.tensor(scores, dtype=torch.float64)
 
 
-def taken(clip: QKClip) -> tuple[float, int, int]:
-    """The smallest gamma, heads that were scaled, and scalings."""
+def totals(clip: QKClip) -> tuple[float, int, int]:
+    """The smallest gamma, the number of scaled heads and the number of scalings."""
     least, counts = clip.done
     return float(least.min()), int((counts > 0).sum()), int(counts.sum())
 
@@ -403,28 +409,28 @@ def largest_scores(projection: Projection, tokens: Tensor) -> Tensor:
 
 @pytest.mark.promise("A26")
 @pytest.mark.parametrize(("layout", "kv_heads"), LAYOUTS)
-def test_in_every_layout_heads_past_the_threshold_come_to_it_and_the_others_keep_every_bit(
+def test_only_heads_above_the_threshold_are_scaled_in_every_weight_layout(
     layout: Callable[[Tensor, Tensor], nn.Module], kv_heads: int
 ) -> None:
     torch.manual_seed(kv_heads)
     query, key = torch.randn(HEADS, DIM, WIDTH), torch.randn(kv_heads, DIM, WIDTH)
     query *= torch.tensor([400.0, 1.0, 30.0, 90.0]).repeat(HEADS)[:HEADS].view(-1, 1, 1)
     module = layout(query, key)
-    projection = located(module, kv_heads)
+    projection = projection_of(module, kv_heads)
     tokens = torch.randn(9, WIDTH) / 4
     before = largest_scores(projection, tokens)
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     state = fresh_state()
     clip = QKClip([layer(0, kv_heads)], [projection], state, threshold=THRESHOLD)
     assert clip.refused == {}
-    seen(state, before.tolist())
+    set_scores(state, before.tolist())
     clip.after_step()
     after = largest_scores(projection, tokens)
     assert bool((before > THRESHOLD).any())
     torch.testing.assert_close(after, before.clamp(max=THRESHOLD), rtol=1e-5, atol=0)
     untouched = before <= THRESHOLD
     assert torch.equal(after[untouched], before[untouched])
-    # the loop: each head's rows by its gamma, all other rows as they were
+    # reference: each head's rows times its gamma, other rows unchanged
     gamma = (THRESHOLD / before).clamp(max=1.0)
     grouped = kv_heads < HEADS
     expected = [
@@ -438,10 +444,8 @@ def test_in_every_layout_heads_past_the_threshold_come_to_it_and_the_others_keep
             )
     touched = sum(int((parameter != weights[name]).sum()) for name, parameter in module.named_parameters())
     sides = 1 if grouped else 2
-    assert touched <= sides * int((before > THRESHOLD).sum()) * DIM * (
-        WIDTH + 1
-    )  # rows of those heads, and their biases
-    least, heads, scalings = taken(clip)
+    assert touched <= sides * int((before > THRESHOLD).sum()) * DIM * (WIDTH + 1)  # rows and biases of the scaled heads
+    least, heads, scalings = totals(clip)
     assert least == pytest.approx(float(gamma.min()))
     assert heads == scalings == int((before > THRESHOLD).sum())
 
@@ -449,28 +453,28 @@ def test_in_every_layout_heads_past_the_threshold_come_to_it_and_the_others_keep
 @given(
     st.lists(st.sampled_from([-math.inf, -500.0, 0.0, THRESHOLD, math.inf, math.nan]), min_size=HEADS, max_size=HEADS)
 )
-def test_maxima_that_are_negative_zero_at_the_threshold_or_not_finite_scale_nothing(scores: list[float]) -> None:
+def test_scores_up_to_the_threshold_and_nonfinite_scores_scale_nothing(scores: list[float]) -> None:
     module = separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
     weights = [parameter.detach().clone() for parameter in module.parameters()]
     state = fresh_state()
-    clip = QKClip([layer(0, HEADS)], [located(module)], state, threshold=THRESHOLD)
-    seen(state, scores)
+    clip = QKClip([layer(0, HEADS)], [projection_of(module)], state, threshold=THRESHOLD)
+    set_scores(state, scores)
     clip.after_step()
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), weights, strict=True))
-    assert taken(clip) == (1.0, 0, 0)
+    assert totals(clip) == (1.0, 0, 0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-def test_in_a_captured_step_it_follows_the_scores_of_each_replay() -> None:
+def test_cuda_graph_replay_clips_by_the_scores_of_each_replay() -> None:
     module = separate(torch.ones(HEADS, DIM, WIDTH), torch.ones(HEADS, DIM, WIDTH)).cuda()
     state = fresh_state().cuda()
-    clip = QKClip([layer(0, HEADS)], [located(module)], state, threshold=THRESHOLD)
+    clip = QKClip([layer(0, HEADS)], [projection_of(module)], state, threshold=THRESHOLD)
     clip.after_step()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         clip.after_step()
     for score, expected in ((4 * THRESHOLD, 0.5), (THRESHOLD, 0.5), (16 * THRESHOLD, 0.125)):
-        seen(state, [score] + [1.0] * (HEADS - 1))
+        set_scores(state, [score] + [1.0] * (HEADS - 1))
         graph.replay()
         for name in ("q_proj", "k_proj"):
             weight = module.get_parameter(f"{name}.weight")

@@ -1,4 +1,4 @@
-"""The agent's settings: taken from keywords and the environment, and a wrong one is a sentence without its value."""
+"""The agent's settings: their sources and precedence, and error messages that never contain the value."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"TORCHELASTIC_RUN_ID": "../etc/passwd"}, "torchrun-..-etc-passwd"),
     ],
 )
-def test_ranks_that_a_launcher_started_share_the_launchers_name(
+def test_launched_ranks_use_the_launchers_job_name_as_run(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], name: str
 ) -> None:
     for variable, value in variables.items():
@@ -39,10 +39,10 @@ def test_ranks_that_a_launcher_started_share_the_launchers_name(
     assert new_run_name(8) == new_run_name(8) == name
     assert IDENTIFIER.fullmatch(name)
     assert AgentConfig(world_size=8, rank=7).rank == 7
-    assert new_run_name(1) != name  # a lone process of a job is a run of its own
+    assert new_run_name(1) != name  # a single process of a job gets a run name of its own
 
 
-def test_what_is_given_wins_over_the_environment_and_our_variable_over_the_launchers(
+def test_arguments_override_the_environment_and_foreshock_variables_the_launchers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -51,16 +51,16 @@ def test_what_is_given_wins_over_the_environment_and_our_variable_over_the_launc
     assert (AgentConfig().run, AgentConfig().rank, AgentConfig().world_size) == ("from-the-environment", 1, 8)
     monkeypatch.setenv("FORESHOCK_RANK", "2")
     assert AgentConfig().rank == 2
-    assert make_config(AgentConfig(run="kept", rank=3), {"rank": 4}).model_dump(include={"run", "rank"}) == {
-        "run": "kept",
+    assert make_config(AgentConfig(run="given", rank=3), {"rank": 4}).model_dump(include={"run", "rank"}) == {
+        "run": "given",
         "rank": 4,
     }
-    monkeypatch.setenv("FORESHOCK_RUN", "")  # set and empty is not set
+    monkeypatch.setenv("FORESHOCK_RUN", "")  # an empty variable counts as unset
     assert AgentConfig(rank=0, world_size=1).run == ""
 
 
 WORKER = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-"""As torchrun, DeepSpeed and Accelerate number a worker."""
+"""The variables of a worker of torchrun, DeepSpeed or Accelerate."""
 PROLOG = {"FORESHOCK_RANK": "2", "FORESHOCK_WORLD_SIZE": "4"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "9"}
 
@@ -75,15 +75,18 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "9"}
         (PROLOG | OPEN_MPI, (6, 9)),
         (PROLOG | {"PMI_RANK": "3", "PMI_SIZE": "5"}, (3, 5)),
         (PROLOG | OPEN_MPI | WORKER, (5, 8)),
-        (OPEN_MPI, (0, 1)),  # mpirun alone may have started many runs
-        (PROLOG | {"RANK": "5", "WORLD_SIZE": "8"}, (2, 4)),  # set by hand: of which of both nobody knows
+        (OPEN_MPI, (0, 1)),  # without PROLOG, mpirun may have started independent runs
+        (PROLOG | {"RANK": "5", "WORLD_SIZE": "8"}, (2, 4)),  # set by hand, so ambiguous
         (PROLOG | {"LOCAL_RANK": "1"}, (2, 4)),
-        ({"RANK": "gold", "WORLD_SIZE": "all"}, (0, 1)),  # of another program
-        ({"RANK": "-1", "WORLD_SIZE": "-1", "LOCAL_RANK": "-1"}, (0, 1)),  # not distributed, some say so
+        ({"RANK": "gold", "WORLD_SIZE": "all"}, (0, 1)),  # variables of another program
+        (
+            {"RANK": "-1", "WORLD_SIZE": "-1", "LOCAL_RANK": "-1"},
+            (0, 1),
+        ),  # some programs mark "not distributed" like this
         (PROLOG | {"RANK": "gold", "WORLD_SIZE": "", "LOCAL_RANK": "x"}, (2, 4)),
     ],
 )
-def test_the_launcher_nearest_to_the_process_numbers_it(
+def test_rank_comes_from_the_innermost_launcher(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], place: tuple[int, int]
 ) -> None:
     for variable, value in {"FORESHOCK_RUN": "r", **variables}.items():
@@ -95,26 +98,24 @@ def test_the_launcher_nearest_to_the_process_numbers_it(
 
 
 @pytest.mark.parametrize(
-    ("content", "why"), [(None, "cannot be read: FileNotFoundError"), (b"", "is empty"), (b"\n \n", "is empty")]
+    ("content", "reason"), [(None, "cannot be read: FileNotFoundError"), (b"", "is empty"), (b"\n \n", "is empty")]
 )
-def test_a_token_file_without_a_token_is_a_sentence_when_the_agent_is_made(
-    tmp_path: Path, content: bytes | None, why: str
-) -> None:
+def test_token_file_without_a_token_is_rejected(tmp_path: Path, content: bytes | None, reason: str) -> None:
     file = tmp_path / "token"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match=reason):
         make_config(None, {"token_file": file})
-    assert make_config(None, {"token_file": file, "token": "given"}).token_file == file  # the file is not needed then
+    assert make_config(None, {"token_file": file, "token": "given"}).token_file == file  # the file is not read then
 
 
-def test_a_token_is_read_without_the_line_break_behind_it_and_bytes_that_are_no_text_are_refused(
+def test_token_is_stripped_and_a_binary_token_file_is_rejected(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "token"
     file.write_text("s3cret-token\n")
     assert token_in(file).get_secret_value() == "s3cret-token"
-    given = make_config(None, {"token": "s3cret-token\n"}).token  # as a secret of Kubernetes often ends
+    given = make_config(None, {"token": "s3cret-token\n"}).token  # Kubernetes secrets often end like this
     assert given is not None
     assert given.get_secret_value() == "s3cret-token"
     file.write_bytes(b"\xff\xfe\x00s3cret")
@@ -150,18 +151,16 @@ def test_a_token_is_read_without_the_line_break_behind_it_and_bytes_that_are_no_
         ),
     ],
 )
-def test_every_mistake_is_one_sentence_and_no_value_that_was_given_is_shown(
-    wrong: dict[str, Any], sentences: list[str]
-) -> None:
+def test_each_invalid_setting_gives_one_message_without_its_value(wrong: dict[str, Any], sentences: list[str]) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         make_config(None, wrong)
-    told = str(caught.value).split("; ") if len(sentences) > 1 else [str(caught.value)]
-    assert all(any(one.startswith(sentence) for one in told) for sentence in sentences), told
+    messages = str(caught.value).split("; ") if len(sentences) > 1 else [str(caught.value)]
+    assert all(any(message.startswith(sentence) for message in messages) for sentence in sentences), messages
     assert "s3cret" not in str(caught.value)
     assert "pydantic" not in str(caught.value)
 
 
-def test_the_first_layer_of_a_variable_is_an_integer_or_one_for_each_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_layer_variable_accepts_an_integer_or_a_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
     for given, first in (("4", 4), ('{"a": 4, "b": 0}', {"a": 4, "b": 0})):
         monkeypatch.setenv("FORESHOCK_FIRST_LAYER", given)
         assert AgentConfig().first_layer == first
@@ -173,9 +172,7 @@ def test_the_first_layer_of_a_variable_is_an_integer_or_one_for_each_module(monk
 
 
 @pytest.mark.parametrize("name", ["LABELS", "HEADS", "DETECTORS"])
-def test_a_variable_that_is_no_json_where_a_dictionary_is_wanted_is_told_what_it_holds(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_variable_that_is_not_json_is_rejected_with_an_example(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(f"FORESHOCK_{name}", "team=s3cret")
     with pytest.raises(
         ValueError, match=rf'"{name.lower()}".*: such a variable contains JSON, as FORESHOCK_'

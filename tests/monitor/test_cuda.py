@@ -1,4 +1,4 @@
-"""The agent on a GPU: no host synchronisation in the step, CUDA graphs, and the same counts as in eager mode."""
+"""The agent on a GPU: steps without host synchronisation, CUDA graphs, and the same counters as in eager mode."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.monitor.doubles import Listener
-from tests.monitor.executions import Loop, alone, unwatched, watched
+from tests.monitor.execution_modes import Loop, train_unwatched, train_watched, train_with_operator
 from tests.monitor.tiny_models import CausalSelfAttention, TinyGPT, batch, next_token_loss, tiny_gpt
 from torch import Tensor, nn
 
@@ -47,8 +47,8 @@ def tokens() -> list[Tensor]:
 
 def eager(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
     optimizer, losses = adamw(model), []
-    for given in tokens():
-        loss = loss_of(model, given)
+    for token_batch in tokens():
+        loss = loss_of(model, token_batch)
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -58,14 +58,14 @@ def eager(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
 
 
 def captured(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
-    """Forward, backward and update in one CUDA graph, after three steps on a side stream, as PyTorch's manual says."""
+    """Forward, backward and update in one CUDA graph, after three warm-up steps on a side stream."""
     optimizer, losses = adamw(model), []
-    given = tokens()
-    fed = given[0].clone()
+    token_batch = tokens()
+    static_input = token_batch[0].clone()
 
-    def one() -> Tensor:
+    def train_once() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model, fed)
+        loss = loss_of(model, static_input)
         torch.autograd.backward(loss)
         optimizer.step()
         return loss
@@ -74,15 +74,15 @@ def captured(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for step in range(3):
-            fed.copy_(given[step])
-            losses.append(one().detach().clone())
+            static_input.copy_(token_batch[step])
+            losses.append(train_once().detach().clone())
             stepped(losses[-1])
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss = one()
+        loss = train_once()
     for step in range(3, STEPS):
-        fed.copy_(given[step])
+        static_input.copy_(token_batch[step])
         graph.replay()
         stepped(loss)
         losses.append(loss.detach().clone())
@@ -90,13 +90,13 @@ def captured(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor
 
 
 def reduce_overhead(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
-    """torch.compile's own CUDA graphs, for forward and backward each."""
+    """torch.compile's CUDA graphs, one each for forward and backward."""
     torch._dynamo.reset()
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
     optimizer, losses = adamw(model), []
-    for given in tokens():
+    for token_batch in tokens():
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        loss = loss_of(compiled, given)
+        loss = loss_of(compiled, token_batch)
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -119,35 +119,35 @@ def switch_after_step_6(agent: Agent) -> None:
         pytest.param(reduce_overhead, marks=pytest.mark.execution("nanoGPT", "CUDA graphs")),
     ],
 )
-def test_a_gpu_step_changes_no_bit_and_counts_what_eager_counts(loop: Loop) -> None:
-    expected = alone(model(), loop)
-    got = watched(model(), loop)
-    got.assert_same_bits(expected)
-    plain = watched(model(), eager)
-    assert got.rows == [STEPS * ROWS * LENGTH] * 4
-    # the GPU may be so far behind that a sample carries several steps: what counts is all of them together
-    mine, theirs = merge_words(got.words), merge_words(plain.words)
+def test_gpu_step_is_bit_identical_and_counts_like_eager(loop: Loop) -> None:
+    expected = train_with_operator(model(), loop)
+    result = train_watched(model(), loop)
+    result.assert_same_bits(expected)
+    eager_run = train_watched(model(), eager)
+    assert result.rows == [STEPS * ROWS * LENGTH] * 4
+    # if the GPU lags, a sample may cover several steps, so compare the merged samples
+    words, eager_words = merge_words(result.words), merge_words(eager_run.words)
     counts, maxima = list(COUNT_SLOTS), [Slot.SCORE_MAX, Slot.ROW_MAX_ABS]
-    if loop is captured:  # inductor rounds the products round the operator otherwise than eager
-        np.testing.assert_array_equal(mine[:, counts + maxima], theirs[:, counts + maxima])
-        np.testing.assert_allclose(mine.view(np.float64)[:, SUMS], theirs.view(np.float64)[:, SUMS], rtol=1e-12)
+    if loop is captured:  # inductor rounds the products around the operator differently from eager mode
+        np.testing.assert_array_equal(words[:, counts + maxima], eager_words[:, counts + maxima])
+        np.testing.assert_allclose(words.view(np.float64)[:, SUMS], eager_words.view(np.float64)[:, SUMS], rtol=1e-12)
 
 
 @pytest.mark.execution("nanoGPT", "CUDA graphs")
 @pytest.mark.parametrize("loop", [captured, reduce_overhead])
-def test_a_switch_reaches_a_captured_step_without_a_new_capture(loop: Loop) -> None:
-    got = watched(model(), loop, during=switch_after_step_6, mitigation="exact_delta")
-    unswitched = watched(model(), loop)
-    assert [torch.equal(a, b) for a, b in zip(got.losses, unswitched.losses, strict=True)][:7] == [True] * 7
-    assert not all(torch.equal(a, b) for a, b in zip(got.weights, unswitched.weights, strict=True))
+def test_switch_takes_effect_in_a_captured_step_without_recapture(loop: Loop) -> None:
+    result = train_watched(model(), loop, during=switch_after_step_6, mitigation="exact_delta")
+    unswitched = train_watched(model(), loop)
+    assert [torch.equal(a, b) for a, b in zip(result.losses, unswitched.losses, strict=True)][:7] == [True] * 7
+    assert not all(torch.equal(a, b) for a, b in zip(result.weights, unswitched.weights, strict=True))
     if loop is captured:
-        got.assert_same_bits(watched(model(), eager, during=switch_after_step_6))
-    modes = {s.step: s.modes.numpy().tolist() for s in got.listener.of(wire.Sample)}
+        result.assert_same_bits(train_watched(model(), eager, during=switch_after_step_6))
+    modes = {s.step: s.modes.numpy().tolist() for s in result.listener.of(wire.Sample)}
     assert all(mode == ([0, 1, 1, 0] if step > 6 else [0, 0, 0, 0]) for step, mode in modes.items())
     assert max(modes) == STEPS
 
 
-def test_torch_compile_really_made_cuda_graphs_of_the_watched_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_compile_records_cuda_graphs_of_the_watched_step(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
     from torch._inductor import cudagraph_trees
 
@@ -160,18 +160,18 @@ def test_torch_compile_really_made_cuda_graphs_of_the_watched_step(monkeypatch: 
 
     monkeypatch.setattr(cudagraph_trees.CUDAGraphNode, "_record", counting)
     counters.clear()
-    watched(model(), reduce_overhead)
-    assert len(recorded) == 2  # one forward, one backward, and neither again
+    train_watched(model(), reduce_overhead)
+    assert len(recorded) == 2  # one forward and one backward, without re-recording
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
 @pytest.mark.promise("A14")
 @pytest.mark.parametrize("loop", [eager, captured, reduce_overhead])
-def test_a_step_with_everything_on_never_waits_for_the_device(loop: Loop) -> None:
+def test_step_with_all_features_never_synchronises_with_the_host(loop: Loop) -> None:
     strict: list[int] = []
 
-    def no_more_waiting(agent: Agent) -> None:
-        # kernels and modules load, and graphs are captured, in the first steps
+    def forbid_synchronisation(agent: Agent) -> None:
+        # the first steps load kernels and modules and capture graphs
         if agent.current_step == 5:
             torch.cuda.set_sync_debug_mode("error")
             strict.append(agent.current_step)
@@ -179,22 +179,22 @@ def test_a_step_with_everything_on_never_waits_for_the_device(loop: Loop) -> Non
             agent.set_mode([(0, 1)], "exact_delta", "a test")
 
     try:
-        got = watched(model(), loop, during=no_more_waiting, norms_every_steps=1)
+        result = train_watched(model(), loop, during=forbid_synchronisation, norms_every_steps=1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert strict == [5]
-    samples = got.listener.of(wire.Sample)
+    samples = result.listener.of(wire.Sample)
     assert samples[-1].step == STEPS
-    assert sum(slot_values(words, Slot.ROWS)[0] for words in got.words) == STEPS * ROWS * LENGTH
+    assert sum(slot_values(words, Slot.ROWS)[0] for words in result.words) == STEPS * ROWS * LENGTH
     assert all(s.loss is not None for s in samples)
     assert samples[-1].modes.numpy().tolist() == [0, 1, 0, 0]
     assert (samples[-1].query_norm.numpy() > 0).all()
-    assert got.listener.of(wire.Started)[0].layers[0].served_by == "kernel"
+    assert result.listener.of(wire.Started)[0].layers[0].served_by == "kernel"
 
 
 @pytest.mark.execution("Llama", "eager")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_padded_batch_of_a_transformers_model_keeps_its_bits_and_is_measured() -> None:
+def test_padded_transformers_batch_is_bit_identical_and_measured() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 48}
@@ -209,19 +209,19 @@ def test_a_padded_batch_of_a_transformers_model_keeps_its_bits_and_is_measured()
 
     def loop(model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
         losses = []
-        for given in tokens():
-            loss = model(input_ids=given, attention_mask=mask).logits[mask.bool()].float().square().mean()
+        for token_batch in tokens():
+            loss = model(input_ids=token_batch, attention_mask=mask).logits[mask.bool()].float().square().mean()
             torch.autograd.backward(loss)
             stepped(loss)
             losses.append(loss.detach())
         return losses
 
-    got = watched(llama(), loop, probe_rows=9)
-    assert got.rows == [STEPS * 9] * 8
-    assert all(torch.equal(a, b) for a, b in zip(got.losses, loop(llama(), lambda loss: None), strict=True))
+    result = train_watched(llama(), loop, probe_rows=9)
+    assert result.rows == [STEPS * 9] * 8
+    assert all(torch.equal(a, b) for a, b in zip(result.losses, loop(llama(), lambda loss: None), strict=True))
 
 
-KEEP: dict[str, Any] = {"attention": "keep", "probe_rows": 8}
+NATIVE: dict[str, Any] = {"attention": "keep", "probe_rows": 8}
 LOOPS = [
     pytest.param(eager, marks=pytest.mark.execution("nanoGPT", "keep")),
     pytest.param(captured, marks=pytest.mark.execution("nanoGPT", "keep")),
@@ -230,67 +230,67 @@ LOOPS = [
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_gpu_step_keeps_its_attention_to_the_last_bit(loop: Loop) -> None:
-    got = watched(model(), loop, **KEEP)
-    got.assert_same_bits(unwatched(model(), loop))
-    assert got.rows == [STEPS * 8] * 4
+def test_native_attention_on_a_gpu_is_bit_identical(loop: Loop) -> None:
+    result = train_watched(model(), loop, **NATIVE)
+    result.assert_same_bits(train_unwatched(model(), loop))
+    assert result.rows == [STEPS * 8] * 4
 
 
 @pytest.mark.parametrize("loop", [eager, captured, reduce_overhead])
-def test_a_measured_step_never_waits_for_the_device(loop: Loop) -> None:
-    def no_more_waiting(agent: Agent) -> None:
-        if agent.current_step == 5:  # kernels and modules load, and graphs are captured, in the first steps
+def test_step_with_native_attention_never_synchronises_with_the_host(loop: Loop) -> None:
+    def forbid_synchronisation(agent: Agent) -> None:
+        if agent.current_step == 5:  # the first steps load kernels and modules and capture graphs
             torch.cuda.set_sync_debug_mode("error")
 
     try:
-        got = watched(model(), loop, during=no_more_waiting, norms_every_steps=1, **KEEP)
+        result = train_watched(model(), loop, during=forbid_synchronisation, norms_every_steps=1, **NATIVE)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert got.rows == [STEPS * 8] * 4
+    assert result.rows == [STEPS * 8] * 4
 
 
-def test_torch_compile_makes_its_graphs_anew_for_a_switch_and_a_capture_by_hand_says_that_it_does_not(
+def test_switch_recompiles_graphs_but_a_manual_capture_logs_what_to_do(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def switch(agent: Agent) -> None:
         if agent.current_step == 6:
             agent.set_mode([(1, 0)], "exact_delta", "a test")
 
-    got = watched(model(), reduce_overhead, during=switch, **KEEP)
-    assert got.rows == [STEPS * 8] * 2 + [6 * 8 + 4 * ROWS * LENGTH] * 2
+    result = train_watched(model(), reduce_overhead, during=switch, **NATIVE)
+    assert result.rows == [STEPS * 8] * 2 + [6 * 8 + 4 * ROWS * LENGTH] * 2
     caplog.clear()
-    assert [each.outcome for each in got.listener.of(wire.Switched)] == ["applied"]
-    got = watched(model(), captured, during=switch, **KEEP)
-    assert got.rows == [STEPS * 8] * 4
+    assert [each.outcome for each in result.listener.of(wire.Switched)] == ["applied"]
+    result = train_watched(model(), captured, during=switch, **NATIVE)
+    assert result.rows == [STEPS * 8] * 4
     assert "Capture it again" in caplog.text
-    assert got.listener.of(wire.Switched) == []
+    assert result.listener.of(wire.Switched) == []
 
 
-def test_a_switch_that_a_captured_step_hid_is_applied_once_the_step_is_captured_again() -> None:
+def test_switch_hidden_by_a_captured_step_is_applied_after_recapture() -> None:
     def switch(agent: Agent) -> None:
         if agent.current_step == 6:
             agent.set_mode([(1, 0)], "exact_delta", "a test")
 
-    def twice(trained: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
+    def capture_twice(trained: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
         return captured(trained, stepped) + captured(trained, stepped)
 
-    got = watched(model(), twice, during=switch, **KEEP)
-    [switched] = got.listener.of(wire.Switched)
-    assert (switched.outcome, switched.step) == ("applied", STEPS)  # the first step that ran uncaptured shows it
-    assert got.rows == [2 * STEPS * 8] * 2 + [STEPS * (8 + ROWS * LENGTH)] * 2
+    result = train_watched(model(), capture_twice, during=switch, **NATIVE)
+    [switched] = result.listener.of(wire.Switched)
+    assert (switched.outcome, switched.step) == ("applied", STEPS)  # the first uncaptured step applies it
+    assert result.rows == [2 * STEPS * 8] * 2 + [STEPS * (8 + ROWS * LENGTH)] * 2
 
 
-def test_every_row_sampled_gives_what_our_kernels_count() -> None:
-    kept, served = watched(model(), eager, **{**KEEP, "probe_rows": 10**6}), watched(model(), eager)
-    assert kept.rows == served.rows
-    measured, counted = kept.words[0][:2], served.words[0][:2]  # the first layer's input is the same to the last bit
+def test_sampling_every_row_counts_like_the_kernels() -> None:
+    native, kernels = train_watched(model(), eager, **{**NATIVE, "probe_rows": 10**6}), train_watched(model(), eager)
+    assert native.rows == kernels.rows
+    measured, counted = native.words[0][:2], kernels.words[0][:2]  # the first layer's input is bit-identical
     for slot in (Slot.TIED_ROWS_BF16, Slot.SCORE_MAX, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ):
         near = slot_values(counted, slot)
         np.testing.assert_allclose(slot_values(measured, slot), near, rtol=1e-5, atol=2e-3, err_msg=slot.name)
 
 
-class Spread(nn.Module):
-    """A tiny GPT whose second block and head lie on another GPU."""
+class TwoDeviceGPT(nn.Module):
+    """A tiny GPT whose second block and output projection are on another GPU."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__()
@@ -307,10 +307,10 @@ class Spread(nn.Module):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(("first", "second"), [("cuda:1", "cuda:1"), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")])
-def test_losses_and_norms_of_every_gpu_arrive_as_they_were(first: str, second: str) -> None:
-    model, heard, losses = Spread(first, second), Listener(), []
+def test_losses_and_norms_of_every_gpu_are_reported_unchanged(first: str, second: str) -> None:
+    model, listener, losses = TwoDeviceGPT(first, second), Listener(), []
     with attach(model, sample_every_steps=1, norms_every_steps=1, quiet=True) as agent:
-        agent.subscribe(heard)
+        agent.subscribe(listener)
         for step in range(1, 30):
             ids = batch(step)
             loss = next_token_loss(model(ids), ids.to(second))
@@ -318,7 +318,7 @@ def test_losses_and_norms_of_every_gpu_arrive_as_they_were(first: str, second: s
             losses.append(loss.detach())
             agent.step(loss)
         faults = dict(agent.faults)
-    samples = heard.of(wire.Sample)
+    samples = listener.of(wire.Sample)
     assert faults == {}
     np.testing.assert_allclose([sample.loss for sample in samples], [float(loss) for loss in losses], rtol=1e-6)
     norms = samples[0].query_norm

@@ -1,4 +1,4 @@
-"""After detach everything is as before attach: modules, copies, exports, other threads, and every name of PyTorch."""
+"""detach restores everything that attach changed: modules, copies, exports, other threads and PyTorch's functions."""
 
 import copy
 import gc
@@ -20,12 +20,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from tests.monitor.executions import EVERY_STEP, MODELS, Mode, encoder_layer
+from tests.monitor.execution_modes import EVERY_STEP, MODELS, Mode, encoder_layer
 from tests.monitor.probing import counted_rows
 from tests.monitor.tiny_models import CausalSelfAttention, batch, next_token_loss, tiny_gpt
 from tests.monitor.transformers_models import DECODER, TRANSFORMERS, X, tiny
-from tests.monitor.unusual_attention import Mixing
-from tests.monitor.watching import listening, train
+from tests.monitor.unusual_attention import UnrelatedNames
+from tests.monitor.watched_training import listening, train
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import flex_attention as FLEX
@@ -39,24 +39,24 @@ from foreshock.monitor.model import discovery
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     name: (lambda make=make: make(Mode())) for name, (make, _, _) in MODELS.items() if name not in TRANSFORMERS
 } | TRANSFORMERS
-MAKERS["names that say nothing"] = lambda: tiny_gpt(Mixing(), Mixing())
-PLACES: list[Any] = [F, varlen, torch.utils.checkpoint, torch.nn.utils, masking_utils, modeling_utils]
+MAKERS["unrelated names"] = lambda: tiny_gpt(UnrelatedNames(), UnrelatedNames())
+PATCHED_MODULES: list[Any] = [F, varlen, torch.utils.checkpoint, torch.nn.utils, masking_utils, modeling_utils]
 
 
 def snapshot(model: nn.Module) -> Any:
-    """Everything that attach may touch; dictionaries (hooks, say) by their contents, not by themselves."""
+    """Everything that attach may change. Dictionaries, such as hooks, are compared by content."""
     modules = {
         name: {key: dict(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
         for name, module in model.named_modules()
     }
-    names = {place.__name__: dict(vars(place)) for place in PLACES}
+    names = {place.__name__: dict(vars(place)) for place in PATCHED_MODULES}
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return modules, names, torch._dynamo.config.get_config_copy(), implementation, type(model).__mro__
 
 
 @pytest.mark.parametrize("attention", ["kernels", "keep"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_detach_gives_everything_back_as_it_was(name: str, attention: Any) -> None:
+def test_detach_restores_the_model_and_all_patched_modules(name: str, attention: Any) -> None:
     torch.manual_seed(0)
     model = MAKERS[name]()
     before = snapshot(model)
@@ -67,12 +67,12 @@ def test_detach_gives_everything_back_as_it_was(name: str, attention: Any) -> No
     agent.step(1.0)
     agent.close()
     model.zero_grad(set_to_none=True)
-    for mine, theirs in zip(snapshot(model), before, strict=True):
-        assert mine == theirs
+    for restored, original in zip(snapshot(model), before, strict=True):
+        assert restored == original
 
 
-class ChoosesItsBackend(nn.Module):
-    """As models do that take PyTorch's function in their first forward."""
+class StoresPatchedFunction(nn.Module):
+    """Stores PyTorch's attention function in the first forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,23 +89,23 @@ class ChoosesItsBackend(nn.Module):
 
 
 @pytest.mark.promise("A25")
-def test_an_object_that_took_pytorchs_function_during_the_training_has_it_after_close_and_is_saved() -> None:
-    model = tiny_gpt(ChoosesItsBackend())
+def test_objects_that_stored_the_patched_function_get_pytorchs_back_on_close() -> None:
+    model = tiny_gpt(StoresPatchedFunction())
     with attach(model, **EVERY_STEP) as agent:
         torch.autograd.backward(next_token_loss(model(batch(0)), batch(0)))
         agent.step(1.0)
-        [taken] = [module for module in model.modules() if isinstance(module, ChoosesItsBackend)]
-        assert taken.backend is not discovery.SDPA
-    assert [taken.backend, taken.bound.func, *taken.backends] == [discovery.SDPA] * 3
+        [stored] = [module for module in model.modules() if isinstance(module, StoresPatchedFunction)]
+        assert stored.backend is not discovery.SDPA
+    assert [stored.backend, stored.bound.func, *stored.backends] == [discovery.SDPA] * 3
     torch.save(model, io.BytesIO())
 
 
 @pytest.mark.promise("A25")
-def test_a_close_searches_every_object_only_if_one_took_pytorchs_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_searches_objects_only_if_one_stored_the_patched_function(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[int] = []
     monkeypatch.setattr(interception, "_restore_in_objects", lambda: searched.append(1))
     gc.collect()  # garbage of earlier tests may have references to foreshock's functions
-    for layer, times in ((CausalSelfAttention(16, 2), 0), (ChoosesItsBackend(), 1)):
+    for layer, times in ((CausalSelfAttention(16, 2), 0), (StoresPatchedFunction(), 1)):
         model = tiny_gpt(layer)
         with attach(model, **EVERY_STEP) as agent:
             torch.autograd.backward(next_token_loss(model(batch(0)), batch(0)))
@@ -115,12 +115,10 @@ def test_a_close_searches_every_object_only_if_one_took_pytorchs_function(monkey
 
 @pytest.mark.execution("torch TransformerEncoder", "eager")
 @pytest.mark.promise("A25")
-@pytest.mark.parametrize("when", ["it comes", "it goes"])
-def test_an_agent_that_is_interrupted_while_it_comes_or_goes_leaves_pytorchs_names_to_pytorch(
-    when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As by Ctrl-C in a notebook, while all modules are searched for names of ours."""
-    own = F.scaled_dot_product_attention, FLEX.__code__, torch._dynamo.config.skip_nnmodule_hook_guards
+@pytest.mark.parametrize("when", ["attach", "close"])
+def test_interrupted_attach_or_close_restores_pytorchs_functions(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like Ctrl-C in a notebook while attach or close searches all modules."""
+    pytorchs = F.scaled_dot_product_attention, FLEX.__code__, torch._dynamo.config.skip_nnmodule_hook_guards
 
     def interrupted(*_: object) -> Any:
         raise KeyboardInterrupt
@@ -128,7 +126,7 @@ def test_an_agent_that_is_interrupted_while_it_comes_or_goes_leaves_pytorchs_nam
     holder = types.ModuleType("holder")
     monkeypatch.setitem(sys.modules, "holder", holder)
     model = tiny_gpt()
-    if when == "it goes":
+    if when == "close":
         agent = attach(model, **EVERY_STEP)
         vars(holder)["taken"] = F.scaled_dot_product_attention
         monkeypatch.setattr(interception, "places_of", interrupted)
@@ -138,22 +136,22 @@ def test_an_agent_that_is_interrupted_while_it_comes_or_goes_leaves_pytorchs_nam
         monkeypatch.setattr(interception, "rebind_flex", interrupted)
         with pytest.raises(KeyboardInterrupt):
             attach(model, **EVERY_STEP)
-    assert (F.scaled_dot_product_attention, FLEX.__code__, torch._dynamo.config.skip_nnmodule_hook_guards) == own
+    assert (F.scaled_dot_product_attention, FLEX.__code__, torch._dynamo.config.skip_nnmodule_hook_guards) == pytorchs
     monkeypatch.undo()
     with attach(tiny_gpt(), **EVERY_STEP):
-        assert F.scaled_dot_product_attention is not own[0]
-    assert F.scaled_dot_product_attention is own[0]
+        assert F.scaled_dot_product_attention is not pytorchs[0]
+    assert F.scaled_dot_product_attention is pytorchs[0]
 
 
-def test_torchs_fast_path_in_evaluation_is_left_as_it_is_and_training_after_it_counts() -> None:
+def test_fast_path_in_evaluation_is_unchanged_and_later_training_counts() -> None:
     torch.manual_seed(0)
     model = tiny_gpt(encoder_layer(), encoder_layer()).eval()
     with torch.no_grad():
         expected = model(batch(0))
     with listening(model) as (agent, listener):
         with torch.no_grad():
-            got = model(batch(0))
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+            found = model(batch(0))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         model.train()
         torch.autograd.backward(next_token_loss(model(batch(0)), batch(0)))
         agent.step(1.0)
@@ -163,9 +161,7 @@ def test_torchs_fast_path_in_evaluation_is_left_as_it_is_and_training_after_it_c
 @pytest.mark.promise("A25")
 @pytest.mark.parametrize("attention", ["kernels", "keep"])
 @pytest.mark.parametrize("name", ["nanoGPT", "Llama"])
-def test_an_agent_that_was_dropped_is_collected_with_its_model_and_sends_what_it_counted(
-    name: str, attention: Any
-) -> None:
+def test_dropped_agent_is_collected_with_its_model_and_sends_its_samples(name: str, attention: Any) -> None:
     torch.manual_seed(0)
     model: nn.Module | None = MAKERS[name]()
     assert model is not None
@@ -178,18 +174,18 @@ def test_an_agent_that_was_dropped_is_collected_with_its_model_and_sends_what_it
         out = model(batch(0))
         torch.autograd.backward(next_token_loss(getattr(out, "logits", out), batch(0)))
         agent.step(1.0)
-    held = weakref.ref(model), weakref.ref(agent)
+    references = weakref.ref(model), weakref.ref(agent)
     model = agent = out = None
-    assert all(is_collected(each) for each in held)
+    assert all(is_garbage_collected(each) for each in references)
     assert snapshot(nn.Module())[1:3] == before[1:3]
     assert [(event.kind, event.step) for event in events][-2:] == [("sample", 2), ("finished", 2)]
 
 
 @pytest.mark.promise("A25")
-def test_an_agent_that_was_dropped_leaves_at_once_and_never_in_the_midst_of_a_step(
+def test_dropped_agent_detaches_at_once_but_never_within_a_step(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Between a forward and its recompute, where garbage may be collected, it would end the training."""
+    """A collection between a forward and its recompute must not detach, because the recompute would fail."""
     model = tiny_gpt(checkpoint=partial(torch.utils.checkpoint.checkpoint, use_reentrant=False))
     before = snapshot(model)
     gc.collect()
@@ -207,20 +203,20 @@ def test_an_agent_that_was_dropped_leaves_at_once_and_never_in_the_midst_of_a_st
         gc.enable()
 
 
-def is_collected(held: weakref.ref[Any]) -> bool:
-    """Whether it goes once its last samples are judged and sent, in threads that hold it so long."""
+def is_garbage_collected(reference: weakref.ref[Any]) -> bool:
+    """Whether the object is collected, at the latest once the closing threads have sent its last samples."""
     deadline = time.monotonic() + 20
     while True:
         gc.collect()
         for thread in threading.enumerate():
             if thread.name == "foreshock-close":
                 thread.join(20)
-        if held() is None or time.monotonic() > deadline:
-            return held() is None
+        if reference() is None or time.monotonic() > deadline:
+            return reference() is None
 
 
 @pytest.mark.parametrize("mode", ["row_corrected", "plain"])
-def test_no_head_is_switched_by_an_agent_that_was_detached(mode: str) -> None:
+def test_detached_agent_refuses_to_switch_heads(mode: str) -> None:
     agent = attach(tiny_gpt(), **EVERY_STEP)
     agent.detach()
     with pytest.raises(ValueError, match="the agent was detached from its model"):
@@ -228,7 +224,7 @@ def test_no_head_is_switched_by_an_agent_that_was_detached(mode: str) -> None:
     agent.close()
 
 
-WAYS = ["kernels", "keep"]
+ATTENTION_SETTINGS = ["kernels", "keep"]
 
 
 def llama() -> nn.Module:
@@ -240,11 +236,11 @@ def logits(model: nn.Module) -> Tensor:
     return getattr(out, "logits", out)  # type: ignore[no-any-return]
 
 
-def through_a_pickle(model: nn.Module) -> nn.Module:
+def copy_by_pickle(model: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(model))  # type: ignore[no-any-return]
 
 
-def through_a_file(model: nn.Module) -> nn.Module:
+def copy_by_torch_save(model: nn.Module) -> nn.Module:
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
@@ -253,14 +249,14 @@ def through_a_file(model: nn.Module) -> nn.Module:
 
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "copy.deepcopy": copy.deepcopy,
-    "pickle": through_a_pickle,
-    "torch.save": through_a_file,
+    "pickle": copy_by_pickle,
+    "torch.save": copy_by_torch_save,
     "AveragedModel": lambda model: AveragedModel(model).module,
 }
 
 
-def traces(model: nn.Module) -> list[str]:
-    """Names of attributes and hooks of ours in any module."""
+def foreshock_names(model: nn.Module) -> list[str]:
+    """The attributes and hooks of foreshock in all modules."""
     found = []
     for name, module in model.named_modules():
         found += [f"{name}.{key}" for key in vars(module) if "foreshock" in key or key == "__getstate__"]
@@ -271,21 +267,21 @@ def traces(model: nn.Module) -> list[str]:
 
 
 def every_copy() -> Iterator[Any]:
-    """Each way to copy with each model under each attention; the quick tier has a copy of each model by each way."""
-    for way, make, attention in itertools.product(COPIES, (tiny_gpt, llama), WAYS):
-        quick = way == "copy.deepcopy" or attention == "keep"
-        yield pytest.param(way, make, attention, marks=() if quick else pytest.mark.full)
+    """Each copy function with each model and attention setting; the quick tier has fewer combinations."""
+    for copy_function, make, attention in itertools.product(COPIES, (tiny_gpt, llama), ATTENTION_SETTINGS):
+        quick = copy_function == "copy.deepcopy" or attention == "keep"
+        yield pytest.param(copy_function, make, attention, marks=() if quick else pytest.mark.full)
 
 
-@pytest.mark.parametrize(("way", "make", "attention"), [*every_copy()])
-def test_a_copy_is_unwatched_without_a_trace_and_may_be_attached_itself(
-    way: str, make: Callable[[], nn.Module], attention: str
+@pytest.mark.parametrize(("copy_function", "make", "attention"), [*every_copy()])
+def test_copy_is_unwatched_and_can_be_attached(
+    copy_function: str, make: Callable[[], nn.Module], attention: str
 ) -> None:
     model = make()
     expected = logits(model)
     with listening(model, attention=attention, probe_rows=10**6) as (agent, listener):
-        clone = COPIES[way](model)
-        assert not traces(clone)
+        clone = COPIES[copy_function](model)
+        assert not foreshock_names(clone)
         assert torch.equal(logits(clone), expected)
         torch.autograd.backward(logits(clone).square().mean())
         agent.step(1.0)
@@ -294,10 +290,10 @@ def test_a_copy_is_unwatched_without_a_trace_and_may_be_attached_itself(
         torch.autograd.backward(logits(model).square().mean())
         agent.step(1.0)
     assert [sum(sample) for sample in counted_rows(listener)] == [0, 0, len(counted_rows(listener)[0]) * 12]
-    assert not traces(model)
+    assert not foreshock_names(model)
 
 
-def test_an_exported_program_is_the_models_own(tmp_path: Path) -> None:
+def test_exported_program_contains_nothing_of_foreshock(tmp_path: Path) -> None:
     model = tiny_gpt().eval()
     with attach(model, **EVERY_STEP):
         program = torch.export.export(model, (batch(0),))
@@ -305,8 +301,8 @@ def test_an_exported_program_is_the_models_own(tmp_path: Path) -> None:
     torch.testing.assert_close(program.module()(batch(0)), model(batch(0)))
 
 
-@pytest.mark.parametrize("attention", WAYS)
-def test_an_implementation_that_is_set_in_the_middle_of_a_run_counts_on(attention: str) -> None:
+@pytest.mark.parametrize("attention", ATTENTION_SETTINGS)
+def test_changing_the_attention_implementation_mid_run_keeps_counting(attention: str) -> None:
     model: Any = llama()
     model.set_attn_implementation("eager")
     with listening(model, attention=attention, probe_rows=10**6) as (agent, listener):
@@ -318,14 +314,14 @@ def test_an_implementation_that_is_set_in_the_middle_of_a_run_counts_on(attentio
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("attention", WAYS)
-def test_a_second_thread_with_a_model_of_its_own_miscounts_nothing(attention: str) -> None:
-    meeting, models = threading.Barrier(2), [tiny_gpt(seed=seed) for seed in range(2)]
+@pytest.mark.parametrize("attention", ATTENTION_SETTINGS)
+def test_two_threads_with_own_models_count_separately(attention: str) -> None:
+    barrier, models = threading.Barrier(2), [tiny_gpt(seed=seed) for seed in range(2)]
     settings: dict[str, Any] = {"attention": attention, "probe_rows": 10**6}
 
     def trained(model: nn.Module, agent: Agent) -> None:
         for step in range(6):
-            meeting.wait(60)
+            barrier.wait(60)
             train(agent, model, [step])
 
     with (
@@ -337,27 +333,27 @@ def test_a_second_thread_with_a_model_of_its_own_miscounts_nothing(attention: st
     assert [counted_rows(listener) for _, listener in (first, second)] == [[[24] * 4] * 6] * 2
 
 
-@pytest.mark.parametrize("attention", WAYS)
-def test_a_rollout_in_another_thread_beside_the_training_of_the_same_model_changes_no_count_and_no_loss(
+@pytest.mark.parametrize("attention", ATTENTION_SETTINGS)
+def test_rollout_in_another_thread_changes_neither_counts_nor_losses(
     attention: str,
 ) -> None:
     with attach(plain := tiny_gpt(), quiet=True) as agent:
         expected = train(agent, plain, 6)
-    model, over, rolled = tiny_gpt(), threading.Event(), threading.Semaphore(0)
+    model, stop, rollouts = tiny_gpt(), threading.Event(), threading.Semaphore(0)
 
-    def roll_out() -> None:
+    def run_rollouts() -> None:
         with torch.no_grad():
-            while not over.is_set():
+            while not stop.is_set():
                 model(batch(99, rows=1))
-                rolled.release()
+                rollouts.release()
 
     with listening(model, attention=attention, probe_rows=10**6) as (agent, listener), ThreadPoolExecutor(1) as thread:
-        rolling, losses = thread.submit(roll_out), []
+        rollout_future, losses = thread.submit(run_rollouts), []
         for step in range(6):
-            assert rolled.acquire(timeout=60)
+            assert rollouts.acquire(timeout=60)
             losses += train(agent, model, [step])
-        over.set()
-        rolling.result()
+        stop.set()
+        rollout_future.result()
     assert counted_rows(listener) == [[24] * 4] * 6
     if attention == "kernels":
         torch.testing.assert_close(losses, expected)
@@ -365,53 +361,53 @@ def test_a_rollout_in_another_thread_beside_the_training_of_the_same_model_chang
         assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
 
 
-class StopsInside(CausalSelfAttention):
-    """Somebody presses Ctrl+C before the attention function is called."""
+class InterruptedAttention(CausalSelfAttention):
+    """Raises KeyboardInterrupt before it calls the attention function."""
 
-    stops = True
+    interrupts = True
 
     def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.stops:
+        if self.interrupts:
             raise KeyboardInterrupt
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-def test_a_forward_that_was_interrupted_leaves_no_layer_running() -> None:
-    model = tiny_gpt(StopsInside(16, 2), CausalSelfAttention(16, 2))
+def test_interrupted_forward_leaves_no_layer_active() -> None:
+    model = tiny_gpt(InterruptedAttention(16, 2), CausalSelfAttention(16, 2))
     x = torch.randn(2, 2, 12, 8, requires_grad=True)
     with listening(model) as (agent, listener):
         with pytest.raises(KeyboardInterrupt):
             model(batch(0))
         torch.autograd.backward(F.scaled_dot_product_attention(x, x, x).sum())
-        StopsInside.stops = False
+        InterruptedAttention.interrupts = False
         train(agent, model, 1)
-        StopsInside.stops = True
+        InterruptedAttention.interrupts = True
     assert counted_rows(listener) == [[24] * 4]
 
 
-def test_what_somebody_bound_while_attached_stays_bound_after_detach_and_is_pytorchs_attention() -> None:
+def test_wrapper_bound_while_attached_stays_bound_and_calls_pytorch_after_detach() -> None:
     original = F.scaled_dot_product_attention
     x = torch.randn(1, 2, 5, 8)
     try:
         with listening(tiny_gpt()) as (_, listener):
-            taken = F.scaled_dot_product_attention
+            stored = F.scaled_dot_product_attention
 
             def wrapper(*args: Any, **options: Any) -> Tensor:
-                return taken(*args, **options) * 2
+                return stored(*args, **options) * 2
 
             vars(F)["scaled_dot_product_attention"] = wrapper
         assert F.scaled_dot_product_attention is wrapper
         assert torch.equal(F.scaled_dot_product_attention(x, x, x), original(x, x, x) * 2)
         with attach(tiny_gpt(), **EVERY_STEP):
-            assert torch.equal(taken(x, x, x), original(x, x, x))
+            assert torch.equal(stored(x, x, x), original(x, x, x))
         assert F.scaled_dot_product_attention is wrapper
     finally:
         vars(F)["scaled_dot_product_attention"] = original
     assert not [row for row in counted_rows(listener) if any(row)]
 
 
-class CopiesItsAttributes(CausalSelfAttention):
-    """As code for moving averages does it."""
+class CustomDeepcopy(CausalSelfAttention):
+    """Copies its __dict__, as some code for weight averages does."""
 
     deep = True
 
@@ -421,14 +417,14 @@ class CopiesItsAttributes(CausalSelfAttention):
         return copied
 
 
-class SharesItsAttributes(CopiesItsAttributes):
+class CustomShallowCopy(CustomDeepcopy):
     deep = False
 
 
 @pytest.mark.promise("A25")
-@pytest.mark.parametrize("kind", [CopiesItsAttributes, SharesItsAttributes])
-def test_a_module_that_copies_its_own_dict_leaves_a_copy_that_counts_nothing_and_is_clean_after_close(
-    kind: type[CopiesItsAttributes],
+@pytest.mark.parametrize("kind", [CustomDeepcopy, CustomShallowCopy])
+def test_copy_by_custom_deepcopy_counts_nothing_and_is_clean_after_close(
+    kind: type[CustomDeepcopy],
 ) -> None:
     model = tiny_gpt(kind(16, 2))
     with listening(model, attention="keep", probe_rows=999) as (agent, listener):
@@ -437,7 +433,7 @@ def test_a_module_that_copies_its_own_dict_leaves_a_copy_that_counts_nothing_and
             second(batch(step)).sum().backward()
             train(agent, model, [step])
         third = copy.deepcopy(model)
-        attach(third, **EVERY_STEP).close()  # a copy may be attached while the first is watched
+        attach(third, **EVERY_STEP).close()  # a copy can be attached while the original is watched
     assert counted_rows(listener) == [[24, 24]] * 2
-    assert [traces(each) for each in (model, second, third)] == [[], [], []]
+    assert [foreshock_names(each) for each in (model, second, third)] == [[], [], []]
     attach(second, **EVERY_STEP).close()

@@ -1,4 +1,4 @@
-"""FlexAttention, as people and transformers call it, is kept and probed; the truth is computed score by score."""
+"""FlexAttention stays native and is sampled; the reference computes score by score."""
 
 import inspect
 import itertools
@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.monitor.executions import EVERY_STEP
-from tests.monitor.probing import assert_counts, truth
+from tests.monitor.execution_modes import EVERY_STEP
+from tests.monitor.probing import assert_counts, reference_statistics
 from tests.monitor.tiny_models import CausalSelfAttention, tiny_gpt, train_step
-from tests.monitor.watching import listening, train
+from tests.monitor.watched_training import listening, train
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as flex
@@ -38,7 +38,7 @@ LEARNED = nn.Parameter(TABLE.clone())
 
 @pytest.fixture(autouse=True)
 def backward_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """PyTorch refuses to train its FlexAttention on a CPU, where its uncompiled form can be."""
+    """Removes the check by which PyTorch refuses to train FlexAttention on a CPU; uncompiled it works."""
     monkeypatch.setattr(flex, "_validate_device", lambda *operands: None)
     with torch.random.fork_rng():
         yield
@@ -48,7 +48,7 @@ def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return score - SLOPES[h] * (q - k).abs()
 
 
-def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def softcapped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return torch.tanh(score / 0.3) * 0.3
 
 
@@ -56,8 +56,8 @@ def learned(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor
     return score + LEARNED[b, h, q, k]
 
 
-def looked_up(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return score + TABLE[b][h][q][k]  # one index after the other, as transformers writes it
+def table_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score + TABLE[b][h][q][k]  # chained indices, as in transformers
 
 
 def scored_mask(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -81,24 +81,31 @@ def padded_rows(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def blocks(mask_mod: Any, **options: Any) -> BlockMask:
-    wide: dict[str, Any] = {"B": 2, "H": HEADS, "Q_LEN": LENGTH, "KV_LEN": LENGTH, "device": "cpu", "BLOCK_SIZE": 4}
-    return create_block_mask(mask_mod, **{**wide, **options})
+    mask_options: dict[str, Any] = {
+        "B": 2,
+        "H": HEADS,
+        "Q_LEN": LENGTH,
+        "KV_LEN": LENGTH,
+        "device": "cpu",
+        "BLOCK_SIZE": 4,
+    }
+    return create_block_mask(mask_mod, **{**mask_options, **options})
 
 
 CASES: dict[str, tuple[Any, Any, Any]] = {
     "nothing": (None, None, None),
     "alibi": (alibi, lambda: blocks(causal, B=None, H=None, BLOCK_SIZE=128), causal),
-    "softcap": (capped, lambda: blocks(window_of_one_head), window_of_one_head),
+    "softcap": (softcapped, lambda: blocks(window_of_one_head), window_of_one_head),
     "learned bias": (learned, None, None),
-    "table": (looked_up, lambda: blocks(causal), causal),
+    "table": (table_bias, lambda: blocks(causal), causal),
     "documents": (None, lambda: blocks(document, H=None), document),
     "mask in the scores": (scored_mask, None, causal),
-    "rows that see nothing": (alibi, lambda: blocks(padded_rows, H=None), padded_rows),
+    "rows without visible keys": (alibi, lambda: blocks(padded_rows, H=None), padded_rows),
 }
 
 
 class Flex(CausalSelfAttention):
-    """Keeps what it last gave to its attention."""
+    """FlexAttention that records its last queries and keys."""
 
     case = "alibi"
 
@@ -117,19 +124,19 @@ class Flex(CausalSelfAttention):
         return out
 
 
-def scores(layer: Flex, seen_by: Any) -> Tensor:
-    """One score after the other, in float64, less what a function adds to all keys of a row; -inf where not seen."""
+def scores(layer: Flex, mask_mod: Any) -> Tensor:
+    """Scores in float64, computed one by one, minus what score_mod adds to all keys of a row; -inf if hidden."""
     (query, key), score_mod = layer.last, layer.options["score_mod"]
     found = torch.full((len(query), HEADS, LENGTH, LENGTH), -math.inf, dtype=torch.float64)
-    added = torch.full_like(found, -math.inf)
+    added_to_all_keys = torch.full_like(found, -math.inf)
     for place in itertools.product(*map(range, found.shape)):
         entry, head, row, column = place
         where = tuple(torch.tensor(x, dtype=torch.int32) for x in place)
         score = (query[entry, head, row] @ key[entry, head, column]) / math.sqrt(query.shape[3])
-        if seen_by is None or seen_by(*where):
+        if mask_mod is None or mask_mod(*where):
             found[place] = score if score_mod is None else score_mod(score, *where).detach()
-            added[place] = 0.0 if score_mod is None else score_mod(torch.zeros_like(score), *where).detach()
-    return found - added.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+            added_to_all_keys[place] = 0.0 if score_mod is None else score_mod(torch.zeros_like(score), *where).detach()
+    return found - added_to_all_keys.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
 
 
 def counted(sample: wire.Sample, slot: Slot) -> Any:
@@ -138,7 +145,7 @@ def counted(sample: wire.Sample, slot: Slot) -> Any:
     return slot_values(words, slot)
 
 
-MEASURED = (
+COMPARED_SLOTS = (
     Slot.ROWS,
     Slot.EMPTY_ROWS,
     Slot.SCORE_MAX,
@@ -151,7 +158,7 @@ MEASURED = (
 def trained(
     model: Any, steps: int = 2, watched: bool = True, **overrides: Any
 ) -> tuple[list[Tensor], list[wire.Sample]]:
-    """The weights after some steps, and the samples; `model` may be compiled."""
+    """The weights after some steps and the samples; `model` may be compiled."""
     samples: list[wire.Sample] = []
     if not watched:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -171,12 +178,12 @@ def gpt(kind: type[Flex], case: str) -> nn.Module:
     return tiny_gpt(kind(), kind(), seed=4)
 
 
-def assert_true(model: Any, sample: wire.Sample) -> None:
+def assert_equals_reference(model: Any, sample: wire.Sample) -> None:
     for number, layer in enumerate(model.blocks):
         words = sample.words()
         assert words is not None
-        expected = truth(scores(layer, CASES[layer.case][2]))
-        assert_counts(words[number * HEADS : (number + 1) * HEADS], expected, 2e-5, *MEASURED)
+        expected = reference_statistics(scores(layer, CASES[layer.case][2]))
+        assert_counts(words[number * HEADS : (number + 1) * HEADS], expected, 2e-5, *COMPARED_SLOTS)
 
 
 def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
@@ -185,45 +192,47 @@ def same_bits(some: list[Tensor], others: list[Tensor]) -> bool:
 
 @pytest.mark.execution("FlexAttention", "keep")
 @pytest.mark.parametrize("case", CASES)
-def test_every_row_of_flex_attention_counts_as_the_truth_and_no_bit_changes(case: str) -> None:
+def test_flex_rows_equal_the_reference_and_training_is_bit_identical(case: str) -> None:
     unwatched, _ = trained(gpt(Flex, case), watched=False)
     weights, samples = trained(model := gpt(Flex, case))
     assert same_bits(weights, unwatched)
-    assert_true(model, samples[-1])
+    assert_equals_reference(model, samples[-1])
 
 
 compiled: dict[str, Any] = {}
 
 
 def compiled_flex(**options: Any) -> CompileCounterWithBackend:
-    """torch.compile(flex_attention), held where people hold it; returns what counts its graphs."""
+    """Stores torch.compile(flex_attention) in `compiled`; returns the counter of its graphs."""
     counter = CompileCounterWithBackend("aot_eager")
-    held = torch.compile(flex_attention, backend=counter, **options)
-    compiled["flex"] = partial(held, kernel_options={"BLOCK_M": 32})
+    compiled_function = torch.compile(flex_attention, backend=counter, **options)
+    compiled["flex"] = partial(compiled_function, kernel_options={"BLOCK_M": 32})
     return counter
 
 
-class ByName(Flex):
+class UsesCompiledFlex(Flex):
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
         return compiled["flex"](query, key, value, **self.options)
 
 
-def test_a_compiled_flex_attention_is_watched_wherever_it_is_held_and_compiled_no_second_time() -> None:
+def test_compiled_flex_attention_is_watched_without_recompiling() -> None:
     counter = compiled_flex(fullgraph=True)
-    unwatched, _ = trained(gpt(ByName, "alibi"), watched=False)
+    unwatched, _ = trained(gpt(UsesCompiledFlex, "alibi"), watched=False)
     graphs = counter.frame_count
-    _, samples = trained(model := gpt(ByName, "alibi"), 4, sample_every_steps=2)
-    assert_true(model, samples[-1])
-    again, _ = trained(gpt(ByName, "alibi"), watched=False)
+    _, samples = trained(model := gpt(UsesCompiledFlex, "alibi"), 4, sample_every_steps=2)
+    assert_equals_reference(model, samples[-1])
+    repeated, _ = trained(gpt(UsesCompiledFlex, "alibi"), watched=False)
     assert counter.frame_count == graphs == 1
-    assert same_bits(unwatched, again)
+    assert same_bits(unwatched, repeated)
     compiled_flex(fullgraph=True)
-    assert same_bits(trained(gpt(ByName, "alibi"))[0], unwatched)  # compiled for the first time while it is watched
+    assert same_bits(
+        trained(gpt(UsesCompiledFlex, "alibi"))[0], unwatched
+    )  # the first compilation happens while watched
 
 
 @pytest.mark.execution("FlexAttention", "torch.compile")
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.full) for c in ("table", "documents")])
-def test_a_compiled_model_keeps_one_graph_and_its_bits_and_makes_one_more_for_steps_that_are_sampled(case: str) -> None:
+def test_compiled_model_is_bit_identical_with_one_more_graph_for_sampled_steps(case: str) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     unwatched, _ = trained(torch.compile(gpt(Flex, case), backend=counter, fullgraph=True), 4, watched=False)
     assert counter.frame_count == 1
@@ -249,7 +258,7 @@ def test_a_compiled_model_keeps_one_graph_and_its_bits_and_makes_one_more_for_st
         pytest.param(False, marks=pytest.mark.execution("FlexAttention", "checkpointing (non-reentrant)")),
     ],
 )
-def test_a_recomputed_flex_attention_counts_once(reentrant: bool) -> None:
+def test_recomputed_flex_attention_counts_once(reentrant: bool) -> None:
     class Recomputed(Flex):
         def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
             return checkpoint(super().attend, query, key, value, use_reentrant=reentrant)
@@ -257,11 +266,11 @@ def test_a_recomputed_flex_attention_counts_once(reentrant: bool) -> None:
     unwatched, _ = trained(gpt(Recomputed, "alibi"), watched=False)
     weights, samples = trained(model := gpt(Recomputed, "alibi"))
     assert same_bits(weights, unwatched)
-    assert_true(model, samples[-1])
+    assert_equals_reference(model, samples[-1])
 
 
-class WithLse(Flex):
-    """Takes the log-sum-exp too, and lets it into the loss, as an attention with sinks does."""
+class ReturnsLse(Flex):
+    """Uses the log-sum-exp in the loss, like attention with sinks."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
         out, aux = flex_attention(query, key, value, **self.options, return_aux=flex.AuxRequest(lse=True))
@@ -271,23 +280,23 @@ class WithLse(Flex):
         return out * torch.sigmoid(aux.lse).unsqueeze(-1)
 
 
-def test_what_a_call_gives_beside_its_output_is_handed_on() -> None:
-    unwatched, _ = trained(gpt(WithLse, "alibi"), watched=False)
-    weights, samples = trained(model := gpt(WithLse, "alibi"))
+def test_auxiliary_outputs_are_passed_through() -> None:
+    unwatched, _ = trained(gpt(ReturnsLse, "alibi"), watched=False)
+    weights, samples = trained(model := gpt(ReturnsLse, "alibi"))
     assert same_bits(weights, unwatched)
-    assert_true(model, samples[-1])
+    assert_equals_reference(model, samples[-1])
 
 
-def compiled_alone(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def fails_uncompiled(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
-        raise ValueError("not in here")
+        raise ValueError("unsupported here")
     return score
 
 
-def test_scores_that_cannot_be_computed_again_leave_the_call_unmeasured_and_named(
+def test_score_mod_that_fails_on_single_rows_leaves_the_call_unmeasured(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    CASES["failing"] = (compiled_alone, None, None)
+    CASES["failing"] = (fails_uncompiled, None, None)
     try:
         unwatched, _ = trained(gpt(Flex, "failing"), watched=False)
         weights, samples = trained(gpt(Flex, "failing"))
@@ -299,10 +308,10 @@ def test_scores_that_cannot_be_computed_again_leave_the_call_unmeasured_and_name
         "blocks.0 is not watched in this call: its score_mod or mask_mod cannot be computed on single rows"
         in caplog.text
     )
-    assert "ValueError: not in here" in caplog.text
+    assert "ValueError: unsupported here" in caplog.text
 
 
-def test_pytorchs_function_looks_as_ever_while_it_is_watched_and_is_itself_afterwards() -> None:
+def test_flex_attention_keeps_its_signature_and_is_restored_on_close() -> None:
     code, signature = flex_attention.__code__, inspect.signature(flex_attention)
     with attach(gpt(Flex, "alibi"), **EVERY_STEP), attach(gpt(Flex, "alibi"), **EVERY_STEP):
         assert inspect.signature(flex_attention) == signature

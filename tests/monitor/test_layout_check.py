@@ -1,4 +1,4 @@
-"""Norms are of the right rows or unknown: numbers of a call tell where the weights of each head are."""
+"""Norms are measured on the right rows or unknown: the values of a call confirm the weight layout of each head."""
 
 import re
 from collections.abc import Callable
@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.monitor.executions import EVERY_STEP
+from tests.monitor.execution_modes import EVERY_STEP
 from tests.monitor.test_norms import PeftLinear
-from tests.monitor.watching import listening
+from tests.monitor.watched_training import listening
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.utils.parametrizations import spectral_norm
@@ -26,12 +26,12 @@ from foreshock.monitor.model.discovery import find_attention
 from foreshock.monitor.model.layers import projections
 
 HEADS, KEYS, DIM, WIDTH = 4, 2, 8, 32
-EVERY = EVERY_STEP | {"attention": "keep", "norms_every_steps": 1}
+SETTINGS = EVERY_STEP | {"attention": "keep", "norms_every_steps": 1}
 Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class Attention(nn.Module):
-    """One layer of attention, whose `split` takes its heads [B, H, S, D] out of what its projections give."""
+    """An attention layer; `split` makes heads [B, H, S, D] of the outputs of its projections."""
 
     num_heads, head_dim = HEADS, DIM
 
@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
 
 def axes(order: str) -> Callable[[Tensor], Heads]:
-    """Outputs in this order of k (which of the three), h and d; "v" for k, of values, keys and queries."""
+    """A fused projection with this order of k (query, key, value), h and d; "v" instead of k: value, key, query."""
     sizes = {"k": 3, "v": 3, "h": HEADS, "d": DIM}
 
     def split(fused: Tensor) -> Heads:
@@ -62,7 +62,7 @@ def axes(order: str) -> Callable[[Tensor], Heads]:
 
 
 def per_key_head(fused: Tensor) -> Heads:
-    """InternLM2: each key head with its queries before it and its value behind."""
+    """InternLM2's layout: for each key head, its queries, the key and the value."""
     parts = torch.unflatten(fused, -1, (KEYS, HEADS // KEYS + 2, DIM))
     query, key, value = (parts[..., :-2, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :])
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -82,35 +82,37 @@ def grouped(query: Tensor, key: Tensor, value: Tensor) -> Heads:
 
 def rotary(x: Tensor) -> Tensor:
     angle = torch.arange(x.shape[2])[:, None] * 10.0 ** -torch.arange(DIM // 2)
-    one, other = x.chunk(2, -1)
-    return torch.cat([one * angle.cos() - other * angle.sin(), one * angle.sin() + other * angle.cos()], -1)
+    first_half, second_half = x.chunk(2, -1)
+    return torch.cat(
+        [first_half * angle.cos() - second_half * angle.sin(), first_half * angle.sin() + second_half * angle.cos()], -1
+    )
 
 
-def turned(split: Callable[..., Heads]) -> Callable[..., Heads]:
-    def of(*outputs: Tensor) -> Heads:
+def with_rotary(split: Callable[..., Heads]) -> Callable[..., Heads]:
+    def split_and_rotate(*outputs: Tensor) -> Heads:
         query, key, value = split(*outputs)
         return rotary(query), rotary(key), value
 
-    return of
+    return split_and_rotate
 
 
-THREE = {"q_proj": WIDTH, "k_proj": WIDTH, "v_proj": WIDTH}
+SEPARATE = {"q_proj": WIDTH, "k_proj": WIDTH, "v_proj": WIDTH}
 LAYOUTS: dict[str, Callable[[], Attention]] = {
     "Q, K, V": lambda: Attention(axes("khd"), qkv=3 * WIDTH),
-    "each head its Q, K, V": lambda: Attention(axes("hkd"), qkv_proj=3 * WIDTH),
-    "each key head its Q, K, V": lambda: Attention(per_key_head, wqkv=(HEADS + 2 * KEYS) * DIM),
-    "separate": lambda: Attention(separate, **THREE),
+    "Q, K, V per head": lambda: Attention(axes("hkd"), qkv_proj=3 * WIDTH),
+    "Q, K, V per key head": lambda: Attention(per_key_head, wqkv=(HEADS + 2 * KEYS) * DIM),
+    "separate": lambda: Attention(separate, **SEPARATE),
     "separate, grouped": lambda: Attention(grouped, Wq=WIDTH, Wk=KEYS * DIM, Wv=KEYS * DIM),
 }
-OTHERS: dict[str, Callable[[], Attention]] = {
+UNKNOWN_LAYOUTS: dict[str, Callable[[], Attention]] = {
     "V, K, Q": lambda: Attention(axes("vhd"), qkv=3 * WIDTH),
-    "each feature its Q, K, V": lambda: Attention(axes("hdk"), Wqkv=3 * WIDTH),
-    "a convolution of the queries": lambda: Attention(convolved, **THREE),
+    "Q, K, V per feature": lambda: Attention(axes("hdk"), Wqkv=3 * WIDTH),
+    "a convolution of the queries": lambda: Attention(convolved, **SEPARATE),
 }
 
 
 def true_norms(module: Attention, split: Callable[..., Heads]) -> dict[str, Tensor]:
-    """By name, [H]: the heads of every unit input, less those of none."""
+    """True norms by name, [H], from the heads of unit inputs minus those of a zero input."""
     with torch.no_grad():
         units = torch.cat([torch.zeros(1, WIDTH), torch.eye(WIDTH)])[None]
         query, key, _ = (x[0] - x[0, :, :1] for x in split(*(projection(units) for projection in module.children())))
@@ -135,42 +137,42 @@ def losses_of(running: Any, model: nn.Module, steps: int, stepped: Callable[[Ten
 def train(
     model: nn.Module, steps: int, running: Any = None, change: Callable[[], None] = lambda: None
 ) -> tuple[list[Any], list[str], list[float]]:
-    """Samples, the layouts that were told at the end, and losses."""
-    with listening(model, **EVERY) as (agent, listener):
+    """Samples, the descriptions of the layouts after training, and losses."""
+    with listening(model, **SETTINGS) as (agent, listener):
         change()
         losses = losses_of(model if running is None else running, model, steps, agent.step)
-        told = [layout.describe() for layout in agent._attached.layouts]
-        assert all(layout in agent.report() for layout in told)
-    return listener.of(wire.Sample), told, losses
+        descriptions = [layout.describe() for layout in agent._attached.layouts]
+        assert all(layout in agent.report() for layout in descriptions)
+    return listener.of(wire.Sample), descriptions, losses
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_key_heads_that_no_attribute_gives_are_read_off_the_widths_of_projections(name: str) -> None:
+def test_key_heads_without_an_attribute_follow_from_projection_widths(name: str) -> None:
     (found,) = find_attention(LAYOUTS[name](), {})
     assert (found.heads, found.kv_heads) == (
         HEADS,
-        KEYS if name in ("each key head its Q, K, V", "separate, grouped") else HEADS,
+        KEYS if name in ("Q, K, V per key head", "separate, grouped") else HEADS,
     )
 
 
 POSITIONS: dict[str, Callable[[Callable[..., Heads]], Callable[..., Heads]]] = {
     "none": lambda split: split,
-    "rotary": turned,
+    "rotary": with_rotary,
 }
 
 
 @pytest.mark.promise("A23")
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_norms_of_each_layout_are_the_true_ones_from_the_first_sample_on(name: str, positions: str) -> None:
+def test_norms_of_each_layout_are_correct_from_the_first_sample(name: str, positions: str) -> None:
     torch.manual_seed(1)
     module = LAYOUTS[name]()
     split = module.split
     module.split = POSITIONS[positions](split)
     for projection in module.children():
         projection.get_parameter("weight").data[:5] *= 9
-    (sample, *_), (told,), _ = train(module, 1)
-    assert not told.startswith("norms")
+    (sample, *_), (description,), _ = train(module, 1)
+    assert not description.startswith("norms")
     for norm, true in true_norms(module, split).items():
         measured = torch.from_numpy(getattr(sample, norm).numpy().copy())
         torch.testing.assert_close(measured, true, rtol=0.03, atol=0, msg=f"{norm}: {measured} for {true}")
@@ -182,25 +184,25 @@ def convolved(query: Tensor, key: Tensor, value: Tensor) -> Heads:
 
 
 @pytest.mark.promise("A23")
-@pytest.mark.parametrize("name", OTHERS)
-def test_heads_that_lie_otherwise_than_names_say_have_unknown_norms_and_the_table_says_so(name: str) -> None:
+@pytest.mark.parametrize("name", UNKNOWN_LAYOUTS)
+def test_unknown_layout_has_no_norms_and_the_table_says_why(name: str) -> None:
     torch.manual_seed(1)
-    module = OTHERS[name]()
-    samples, (told,), _ = train(module, 4)
+    module = UNKNOWN_LAYOUTS[name]()
+    samples, (description,), _ = train(module, 4)
     assert [sample.query_norm for sample in samples] == [None] * 4
     names = ", ".join(name for name, _ in module.named_children() if name != "v_proj")
-    assert told == (
+    assert description == (
         f"norms are not measured: no known layout shows how the outputs of its projections ({names}) give its queries "
         "and keys, 4 heads of 8 features"
     )
 
 
 @pytest.mark.promise("A23")
-def test_a_call_that_tells_nothing_leaves_the_norms_unknown_until_one_does() -> None:
+def test_norms_stay_unknown_until_a_call_confirms_the_layout() -> None:
     torch.manual_seed(1)
-    module = LAYOUTS["each head its Q, K, V"]()
+    module = LAYOUTS["Q, K, V per head"]()
     nn.init.zeros_(module.get_parameter("qkv_proj.bias"))
-    with attach(module, **EVERY) as agent:
+    with attach(module, **SETTINGS) as agent:
         (layout,) = agent._attached.layouts
         for x, known in ((torch.zeros(2, 7, WIDTH), False), (torch.randn(2, 7, WIDTH), True)):
             with torch.no_grad():
@@ -208,19 +210,19 @@ def test_a_call_that_tells_nothing_leaves_the_norms_unknown_until_one_does() -> 
             assert (layout.current() is not None) == known
 
 
-def blocks(*, again: bool = False) -> nn.Module:
-    """Four layers of three layouts, recomputed in the backward where asked."""
+def blocks(*, recompute: bool = False) -> nn.Module:
+    """Four layers with three layouts. recompute: use activation checkpointing."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            names = ("each head its Q, K, V", "each head its Q, K, V", "separate")
-            last = Attention(turned(grouped), w_q=WIDTH, w_k=KEYS * DIM, three=KEYS * DIM)
+            names = ("Q, K, V per head", "Q, K, V per head", "separate")
+            last = Attention(with_rotary(grouped), w_q=WIDTH, w_k=KEYS * DIM, three=KEYS * DIM)
             self.layers = nn.ModuleList([*(LAYOUTS[name]() for name in names), last])
 
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+                x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
             return x
 
     torch.manual_seed(1)
@@ -228,34 +230,32 @@ def blocks(*, again: bool = False) -> nn.Module:
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of what it compiles
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by PyTorch in compilation
 @pytest.mark.promise("A14")
 @pytest.mark.promise("A23")
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_layouts_are_shown_by_compiled_and_recomputed_code_without_a_bit_or_a_graph_more(
-    compiled: bool, again: bool
-) -> None:
-    def around(model: nn.Module) -> Any:
+def test_layouts_are_confirmed_in_compiled_and_recomputed_code_bit_identically(compiled: bool, recompute: bool) -> None:
+    def maybe_compile(model: nn.Module) -> Any:
         torch._dynamo.reset()
         counters.clear()
         return torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
 
-    alone = blocks(again=again)
-    expected = losses_of(around(alone), alone, 3, lambda loss: None)
+    unwatched = blocks(recompute=recompute)
+    expected = losses_of(maybe_compile(unwatched), unwatched, 3, lambda loss: None)
     graphs = counters["stats"]["unique_graphs"]
-    model = blocks(again=again)
-    samples, told, losses = train(model, 3, around(model))
+    model = blocks(recompute=recompute)
+    samples, descriptions, losses = train(model, 3, maybe_compile(model))
     assert losses == expected
     assert counters["stats"]["unique_graphs"] == graphs
-    assert told == [*["fused per key head (qkv_proj)"] * 2, "separate (q_proj, k_proj)", "separate (w_q, w_k)"]
+    assert descriptions == [*["fused per key head (qkv_proj)"] * 2, "separate (q_proj, k_proj)", "separate (w_q, w_k)"]
     assert samples[0].query_norm is not None
-    assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(unwatched.parameters(), model.parameters(), strict=True))
 
 
 @pytest.mark.promise("A23")
 @pytest.mark.parametrize("change", [lambda old: PeftLinear(old, WIDTH, WIDTH), lambda old: nn.Linear(WIDTH, WIDTH)])
-def test_a_projection_that_is_replaced_after_attach_has_unknown_norms_from_then_on(
+def test_projection_replaced_after_attach_has_no_norms(
     change: Callable[[nn.Module], nn.Module],
 ) -> None:
     torch.manual_seed(1)
@@ -265,33 +265,33 @@ def test_a_projection_that_is_replaced_after_attach_has_unknown_norms_from_then_
         for name in ("q_proj", "k_proj"):
             module.set_submodule(name, change(module.get_submodule(name)))
 
-    samples, (told,), _ = train(module, 3, change=replace)
+    samples, (description,), _ = train(module, 3, change=replace)
     assert [sample.query_norm for sample in samples] == [None, None, None]
-    why = "its projections were changed after attach; attach again to measure their norms"
-    assert told == f"norms are not measured: {why}"
+    reason = "its projections were changed after attach; attach again to measure their norms"
+    assert description == f"norms are not measured: {reason}"
 
 
 @pytest.mark.promise("A23")
-def test_a_projection_that_is_replaced_after_the_first_step_showed_another_layer_has_unknown_norms() -> None:
+def test_projection_replaced_after_discovery_of_another_layer_has_no_norms() -> None:
     class Unknown(Attention):
         num_heads = None  # type: ignore[assignment]
 
     torch.manual_seed(1)
-    model = nn.Sequential(LAYOUTS["separate"](), Unknown(separate, **THREE))
-    with listening(model, **EVERY) as (agent, listener):
+    model = nn.Sequential(LAYOUTS["separate"](), Unknown(separate, **SEPARATE))
+    with listening(model, **SETTINGS) as (agent, listener):
         losses_of(model, model, 3, agent.step)
         model.set_submodule("0.q_proj", nn.Linear(WIDTH, WIDTH))
         losses_of(model, model, 3, agent.step)
-        told = [layout.describe() for layout in agent._attached.layouts]
+        descriptions = [layout.describe() for layout in agent._attached.layouts]
     changed = "norms are not measured: its projections were changed after attach; attach again to measure their norms"
-    assert told == [changed, "separate (q_proj, k_proj)"]
+    assert descriptions == [changed, "separate (q_proj, k_proj)"]
     norms = [sample.query_norm for sample in listener.of(wire.Sample)]
     known = [None if each is None else np.isfinite(each.numpy()).tolist() for each in norms]
     assert known == [[True] * 8] * 2 + [[False] * 4 + [True] * 4] * 3
 
 
-class PartlyCalled(Attention):
-    """Uses the weights of some projections without a call of their modules."""
+class UsesWeightsDirectly(Attention):
+    """Uses the weights of some projections without calling their modules."""
 
     called: tuple[str, ...]
 
@@ -306,21 +306,21 @@ class PartlyCalled(Attention):
 
 @pytest.mark.promise("A23")
 @pytest.mark.parametrize(("called", "missing"), [(("q_proj",), "k_proj"), ((), "q_proj, k_proj")])
-def test_norms_of_a_projection_that_no_call_runs_are_unknown_with_the_reason(
+def test_projection_that_is_never_called_has_no_norms_and_the_table_says_why(
     called: tuple[str, ...], missing: str
 ) -> None:
     torch.manual_seed(1)
-    module = PartlyCalled(separate, **THREE)
+    module = UsesWeightsDirectly(separate, **SEPARATE)
     module.called = called
-    samples, (told,), _ = train(module, 4)
+    samples, (description,), _ = train(module, 4)
     assert [sample.query_norm for sample in samples] == [None] * 4
-    assert told == f"norms are not measured: its attention was called without a call of {missing}"
+    assert description == f"norms are not measured: its attention was called without a call of {missing}"
 
 
 @pytest.mark.promise("A22")
 @pytest.mark.promise("A23")
-def test_norms_of_pytorchs_attention_whose_weight_becomes_computed_after_attach_are_unknown_from_then_on() -> None:
-    class Own(nn.Module):
+def test_multihead_weight_parametrized_after_attach_has_no_norms() -> None:
+    class PytorchAttention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
@@ -329,8 +329,8 @@ def test_norms_of_pytorchs_attention_whose_weight_becomes_computed_after_attach_
             return self.attention(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
 
     torch.manual_seed(1)
-    model = Own()
-    with listening(model, **EVERY) as (agent, listener):
+    model = PytorchAttention()
+    with listening(model, **SETTINGS) as (agent, listener):
         losses_of(model, model, 2, agent.step)
         assert "fused Q, K, V (in_proj_weight)" in agent.report()
         spectral_norm(model.attention, "in_proj_weight")
@@ -340,9 +340,9 @@ def test_norms_of_pytorchs_attention_whose_weight_becomes_computed_after_attach_
 
 
 @pytest.mark.promise("A25")
-def test_a_report_after_the_end_puts_nothing_into_projections_that_were_replaced_since() -> None:
+def test_report_after_close_adds_nothing_to_replaced_projections() -> None:
     module = LAYOUTS["separate"]()
-    with attach(module, **EVERY) as agent:
+    with attach(module, **SETTINGS) as agent:
         agent.step(module(torch.randn(2, 7, WIDTH)).mean().detach())
     before = agent.report()
     for name in ("q_proj", "k_proj"):
@@ -352,8 +352,8 @@ def test_a_report_after_the_end_puts_nothing_into_projections_that_were_replaced
     assert all(vars(each).keys() == names and not each._forward_hooks for each in module.children())
 
 
-class Failing(Tensor):
-    """A tensor that cannot be brought to the host."""
+class FailingTensor(Tensor):
+    """A tensor that raises when it is copied to the host."""
 
     error: Exception
 
@@ -365,18 +365,18 @@ class Failing(Tensor):
 
 
 def failing(error: Exception) -> Callable[..., Tensor]:
-    """In the place of `_corners`: what it keeps of a call fails with this."""
+    """A replacement of `_corners` whose result raises `error` when it is read."""
 
     def corners(x: Tensor, token_dims: int) -> Tensor:
-        kept = torch.zeros(4, HEADS, DIM).as_subclass(Failing)
-        kept.error = error
-        return kept
+        value = torch.zeros(4, HEADS, DIM).as_subclass(FailingTensor)
+        value.error = error
+        return value
 
     return corners
 
 
 def raising(error: Exception) -> Callable[..., Tensor]:
-    """In the place of `_corners`: fails with this in a call."""
+    """A replacement of `_corners` that raises `error` in the call."""
 
     def corners(x: Tensor, token_dims: int) -> Tensor:
         raise error
@@ -387,7 +387,7 @@ def raising(error: Exception) -> Callable[..., Tensor]:
 @pytest.mark.promise("A15")
 @pytest.mark.parametrize("place", [raising, failing], ids=["in a call", "at a step"])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("gone")])
-def test_a_call_that_cannot_be_read_is_reported_and_tried_three_times_or_until_there_is_memory(
+def test_failed_layout_check_is_reported_and_retried_up_to_three_times(
     error: Exception,
     place: Callable[[Exception], Callable[..., Tensor]],
     monkeypatch: pytest.MonkeyPatch,
@@ -395,20 +395,20 @@ def test_a_call_that_cannot_be_read_is_reported_and_tried_three_times_or_until_t
 ) -> None:
     torch.manual_seed(1)
     module = LAYOUTS["separate"]()
-    why = f"its layout could not be looked at: {type(error).__name__}: {error}"
-    with listening(module, **EVERY) as (agent, listener):
+    reason = f"its layout could not be looked at: {type(error).__name__}: {error}"
+    with listening(module, **SETTINGS) as (agent, listener):
         with monkeypatch.context() as broken:
             broken.setattr(layout_check, "_corners", place(error))
             losses_of(module, module, 2, agent.step)
-            assert f"norms are not measured: {why}" in agent.report()
+            assert f"norms are not measured: {reason}" in agent.report()
         losses_of(module, module, 2, agent.step)
         assert "separate (q_proj, k_proj)" in agent.report()
     samples = listener.of(wire.Sample)
     assert samples[0].query_norm is None
     assert samples[-1].query_norm is not None
-    told = [record.getMessage() for record in caplog.records if "norms" in record.getMessage()]
-    assert told == [f"foreshock: norms of model are not measured: {why}. Training continues"]
-    with listening(module := LAYOUTS["separate"](), **EVERY) as (agent, _):
+    messages = [record.getMessage() for record in caplog.records if "norms" in record.getMessage()]
+    assert messages == [f"foreshock: norms of model are not measured: {reason}. Training continues"]
+    with listening(module := LAYOUTS["separate"](), **SETTINGS) as (agent, _):
         with monkeypatch.context() as broken:
             broken.setattr(layout_check, "_corners", place(error))
             losses_of(module, module, 6, agent.step)
@@ -416,22 +416,25 @@ def test_a_call_that_cannot_be_read_is_reported_and_tried_three_times_or_until_t
         assert ("separate (q_proj, k_proj)" in agent.report()) == isinstance(error, torch.OutOfMemoryError)
 
 
-FIRST = np.array([True, False, True, False])
+STARTS_SEQUENCE = np.array([True, False, True, False])
 
 
-def rounded(x: Numbers, bits: int) -> Numbers:
+def rounded_to(x: Numbers, bits: int) -> Numbers:
     mantissa, exponent = np.frexp(x)
-    kept: Numbers = np.ldexp(np.round(mantissa * 2.0 ** (bits + 1)) / 2.0 ** (bits + 1), exponent)
-    return kept
+    value: Numbers = np.ldexp(np.round(mantissa * 2.0 ** (bits + 1)) / 2.0 ** (bits + 1), exponent)
+    return value
 
 
-def turned_by(x: Numbers, rng: np.random.Generator, pairs: str) -> Numbers:
-    """Each head [t, H, D] turned_by by angles of its token, but for tokens that begin a sequence."""
+def rotated(x: Numbers, rng: np.random.Generator, pairs: str) -> Numbers:
+    """Rotates each head [t, H, D] by angles of its token, except for tokens that start a sequence."""
     half = x.shape[2] // 2
-    one, other = (x[..., ::2], x[..., 1::2]) if pairs == "neighbours" else (x[..., :half], x[..., half:])
-    angle = rng.uniform(0, 6, (len(x), 1, half)) * ~FIRST[:, None, None]
-    both = one * np.cos(angle) - other * np.sin(angle), one * np.sin(angle) + other * np.cos(angle)
-    return np.stack(both, -1).reshape(x.shape) if pairs == "neighbours" else np.concatenate(both, -1)
+    first_half, second_half = (x[..., ::2], x[..., 1::2]) if pairs == "interleaved" else (x[..., :half], x[..., half:])
+    angle = rng.uniform(0, 6, (len(x), 1, half)) * ~STARTS_SEQUENCE[:, None, None]
+    both = (
+        first_half * np.cos(angle) - second_half * np.sin(angle),
+        first_half * np.sin(angle) + second_half * np.cos(angle),
+    )
+    return np.stack(both, -1).reshape(x.shape) if pairs == "interleaved" else np.concatenate(both, -1)
 
 
 def normed(x: Numbers, gain: Numbers | float = 1.0, over: tuple[int, ...] = (2,)) -> Numbers:
@@ -439,7 +442,7 @@ def normed(x: Numbers, gain: Numbers | float = 1.0, over: tuple[int, ...] = (2,)
     return divided
 
 
-def owner_of(**widths: int) -> nn.Module:
+def module_with(**widths: int) -> nn.Module:
     module = nn.Module()
     for name, width in widths.items():
         module.add_module(name, nn.Linear(1, width))
@@ -447,26 +450,26 @@ def owner_of(**widths: int) -> nn.Module:
 
 
 def call(owner: nn.Module, outputs: dict[str, Numbers], *operands: Numbers, bits: int = 52) -> Call:
-    by_projection = {owner.get_submodule(name): rounded(x, bits) for name, x in outputs.items()}
-    query, key, value = (rounded(x, bits) for x in operands)
+    by_projection = {owner.get_submodule(name): rounded_to(x, bits) for name, x in outputs.items()}
+    query, key, value = (rounded_to(x, bits) for x in operands)
     return Call(by_projection, query, key, value, 2.0**-bits)
 
 
-def drawn(rng: np.random.Generator, heads: int = HEADS, dim: int = DIM) -> Numbers:
+def random_heads(rng: np.random.Generator, heads: int = HEADS, dim: int = DIM) -> Numbers:
     numbers: Numbers = rng.normal(size=(4, heads, dim))
     return numbers
 
 
-ON_THE_WAY: dict[str, Callable[[Numbers, np.random.Generator], Numbers]] = {
-    "as they are": lambda x, rng: x,
+TRANSFORMATIONS: dict[str, Callable[[Numbers, np.random.Generator], Numbers]] = {
+    "unchanged": lambda x, rng: x,
     "scaled": lambda x, rng: x * DIM**-0.5,
     "with a bias": lambda x, rng: x + rng.normal(size=x.shape[1:]),
-    "turned in halves": lambda x, rng: turned_by(x, rng, "halves"),
-    "turned side by side": lambda x, rng: turned_by(x, rng, "neighbours"),
-    "normalised and turned_by": lambda x, rng: turned_by(normed(x), rng, "halves"),
-    "normalised with a gain": lambda x, rng: turned_by(normed(x, rng.uniform(0.5, 2, DIM)), rng, "halves"),
-    "less their mean": lambda x, rng: normed(x - x.mean(2, keepdims=True), rng.uniform(0.5, 2, DIM)),
-    "each token normalised": lambda x, rng: turned_by(normed(x, over=(1, 2)), rng, "halves"),
+    "rotated in halves": lambda x, rng: rotated(x, rng, "halves"),
+    "rotated in interleaved pairs": lambda x, rng: rotated(x, rng, "interleaved"),
+    "normalised and rotated": lambda x, rng: rotated(normed(x), rng, "halves"),
+    "normalised with a gain": lambda x, rng: rotated(normed(x, rng.uniform(0.5, 2, DIM)), rng, "halves"),
+    "minus their mean": lambda x, rng: normed(x - x.mean(2, keepdims=True), rng.uniform(0.5, 2, DIM)),
+    "normalised per token": lambda x, rng: rotated(normed(x, over=(1, 2)), rng, "halves"),
 }
 
 
@@ -474,20 +477,20 @@ ON_THE_WAY: dict[str, Callable[[Numbers, np.random.Generator], Numbers]] = {
 @settings(max_examples=150, deadline=None)
 @given(
     st.integers(0, 1000), st.sampled_from(["khd", "khd", "hkd", "hkd", "kdh", "dkh", "hdk"]),
-    st.sampled_from(["qkv", "qkv", "qkv", "qvk", "kqv", "vkq"]), st.sampled_from(sorted(ON_THE_WAY)),
+    st.sampled_from(["qkv", "qkv", "qkv", "qvk", "kqv", "vkq"]), st.sampled_from(sorted(TRANSFORMATIONS)),
     st.sampled_from([52, 23, 10, 7]),
 )  # fmt: skip
-def test_an_order_of_a_fused_projection_is_confirmed_if_it_is_the_true_one_whatever_happens_to_its_heads_on_the_way(
-    seed: int, axes: str, kinds: str, how: str, bits: int
+def test_fused_layout_is_confirmed_only_if_correct_despite_transformed_heads(
+    seed: int, axes: str, kinds: str, transformation: str, bits: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    parts = {kind: drawn(rng) for kind in "qkv"}
+    parts = {kind: random_heads(rng) for kind in "qkv"}
     fused = np.einsum(f"kthd->t{axes}", np.stack([parts[kind] for kind in kinds])).reshape(4, -1)
-    query, key = (ON_THE_WAY[how](parts[kind], rng) for kind in "qk")
-    owner = owner_of(qkv=3 * HEADS * DIM)
+    query, key = (TRANSFORMATIONS[transformation](parts[kind], rng) for kind in "qk")
+    owner = module_with(qkv=3 * HEADS * DIM)
     given_call = call(owner, {"qkv": fused}, query, key, parts["v"], bits=bits)
     proposed = projections(owner, HEADS, HEADS, DIM)
-    if axes in ("khd", "hkd") and kinds == "qkv" and not re.search("normalised|mean|bias", how):
+    if axes in ("khd", "hkd") and kinds == "qkv" and not re.search("normalised|mean|bias", transformation):
         found, keys_are_values = confirmed(given_call, proposed)
         np.testing.assert_array_equal(fused[:, found.query.outputs], parts["q"])
         np.testing.assert_array_equal(fused[:, found.key.outputs], parts["k"])

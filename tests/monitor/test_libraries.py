@@ -1,4 +1,4 @@
-"""Attention of libraries, by stand-ins with their signatures: kept to the last bit, and measured as PyTorch's own."""
+"""Attention libraries, as fakes with their signatures: training is bit-identical, statistics equal those of SDPA."""
 
 import functools
 import logging
@@ -11,33 +11,33 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.monitor.executions import EVERY_STEP, STEPS, Mode, Trained, unwatched, watched
-from tests.monitor.library_calls import (
-    BOUNDS,
-    CALLS,
-    FOUR,
-    KEPT,
-    PACKED,
-    SLOPES,
-    THREE,
-    TWO,
-    Call,
-    Grouped,
-    alone,
-    assert_alike,
-    flat,
-    masked,
-    model_of,
-    of_pytorch,
-    wide,
-)
-from tests.monitor.stand_ins import (
+from tests.monitor.execution_modes import EVERY_STEP, STEPS, Mode, TrainingResult, train_unwatched, train_watched
+from tests.monitor.fake_libraries import (
     flash_attn_2,
     flash_attn_3,
     flash_attn_4,
     transformer_engine,
 )
-from tests.monitor.stand_ins.flash_attn_2 import flash_attn_func as imported_by_name
+from tests.monitor.fake_libraries.flash_attn_2 import flash_attn_func as imported_by_name
+from tests.monitor.library_calls import (
+    BOUNDS,
+    CALLS,
+    FLASH_2,
+    FLASH_3,
+    FLASH_4,
+    NATIVE,
+    PACKED,
+    SLOPES,
+    Call,
+    Grouped,
+    assert_same_statistics,
+    expand_heads,
+    gpt_with_call,
+    masked,
+    pack_sequences,
+    reference_call,
+    train_call_unwatched,
+)
 from tests.monitor.tiny_models import tiny_gpt
 from tests.monitor.transformers_models import DECODER, TRANSFORMERS, tiny
 from torch import Tensor, nn
@@ -53,44 +53,44 @@ LIBRARIES = (flash_attn_2, flash_attn_3, flash_attn_4)
 
 
 @pytest.fixture(autouse=True)
-def _libraries_are_as_they_were() -> Iterator[None]:
+def _check_that_libraries_are_restored() -> Iterator[None]:
     before = [dict(vars(each)) for each in (*LIBRARIES, Engine)]
     yield
     assert [dict(vars(each)) for each in (*LIBRARIES, Engine)] == before
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_of_a_library_is_kept_to_the_last_bit_and_measured_as_pytorchs_own(name: str) -> None:
+def test_library_call_is_bit_identical_and_measured_like_sdpa(name: str) -> None:
     call, rule = CALLS[name]
-    got = watched(model_of(call), Mode().loop, **KEPT)
-    got.assert_same_bits(alone(call))
+    got = train_watched(gpt_with_call(call), Mode().loop, **NATIVE)
+    got.assert_same_bits(train_call_unwatched(call))
     assert got.rows == [2 * 12 * STEPS] * 8
-    assert_alike(got, watched(model_of(of_pytorch(rule)), Mode().loop, **KEPT))
+    assert_same_statistics(got, train_watched(gpt_with_call(reference_call(rule)), Mode().loop, **NATIVE))
 
 
 def capped(query: Tensor, key: Tensor, value: Tensor) -> Any:
-    return TWO.flash_attn_func(query, key, value, causal=True, softcap=0.5)
+    return FLASH_2.flash_attn_func(query, key, value, causal=True, softcap=0.5)
 
 
 @pytest.mark.parametrize("call", [CALLS["2"][0], CALLS["2, packed kv"][0], capped], ids=["2", "2, packed kv", "capped"])
-def test_our_kernels_serve_a_call_and_count_what_is_measured_of_it_where_it_is_kept(call: Call) -> None:
-    got = watched(model_of(call), Mode().loop, attention="kernels")
-    expected = alone(call)
+def test_kernels_replace_a_library_call_with_the_same_statistics(call: Call) -> None:
+    got = train_watched(gpt_with_call(call), Mode().loop, attention="kernels")
+    expected = train_call_unwatched(call)
     got.assert_near(expected, rtol=1e-5, atol=1e-6)
     assert "2 x kernels" in got.report
-    kept = watched(model_of(call), Mode().loop, **KEPT)
-    kept.assert_same_bits(expected)
-    assert_alike(kept, got)
+    native = train_watched(gpt_with_call(call), Mode().loop, **NATIVE)
+    native.assert_same_bits(expected)
+    assert_same_statistics(native, got)
 
 
-def test_a_call_that_returns_more_than_its_output_stays_and_a_switch_of_it_is_refused(
+def test_call_that_returns_more_than_its_output_stays_native(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     call, _ = CALLS["2, log-sum-exp too"]
-    model = model_of(call)
+    model = gpt_with_call(call)
     with caplog.at_level(logging.INFO, "foreshock"):
-        got = watched(model, Mode().loop, attention="kernels", probe_rows=10**6)
-    got.assert_same_bits(alone(call))
+        got = train_watched(model, Mode().loop, attention="kernels", probe_rows=10**6)
+    got.assert_same_bits(train_call_unwatched(call))
     assert got.rows == [2 * 12 * STEPS] * 8
     assert "returns more than the output, which our kernels do not" in caplog.text
 
@@ -99,34 +99,34 @@ def by_name(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return imported_by_name(query, key, value, causal=True)  # type: ignore[no-any-return]
 
 
-def when_it_runs(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    from tests.monitor.stand_ins.flash_attn_2 import flash_attn_func
+def imported_in_the_call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    from tests.monitor.fake_libraries.flash_attn_2 import flash_attn_func
 
     return flash_attn_func(query, key, value, causal=True)  # type: ignore[no-any-return]
 
 
 TABLE = {"flash": functools.partial(imported_by_name, causal=True)}
-REACHED: dict[str, Call] = {
-    "by name": by_name,
-    "imported when it runs": when_it_runs,
-    "kept in a partial": functools.partial(imported_by_name, causal=True),
-    "kept in a table": lambda q, k, v: TABLE["flash"](q, k, v),
+REFERENCES: dict[str, Call] = {
+    "imported by name": by_name,
+    "imported in the call": imported_in_the_call,
+    "stored in a partial": functools.partial(imported_by_name, causal=True),
+    "stored in a dictionary": lambda q, k, v: TABLE["flash"](q, k, v),
     "in a checkpoint": lambda *operands: checkpoint(by_name, *operands, use_reentrant=False),
     "in a reentrant checkpoint": lambda *operands: checkpoint(by_name, *operands, use_reentrant=True),
 }
 
 
-@pytest.mark.parametrize("way", REACHED)
-def test_a_library_is_met_however_its_function_is_reached(way: str) -> None:
-    call = REACHED[way]
-    assert [found.problem for found in find_attention(model_of(call), {})] == [None] * 2
-    got = watched(model_of(call), Mode().loop, **KEPT)
-    got.assert_same_bits(alone(by_name))
+@pytest.mark.parametrize("reference", REFERENCES)
+def test_library_function_is_watched_however_it_is_referenced(reference: str) -> None:
+    call = REFERENCES[reference]
+    assert [found.problem for found in find_attention(gpt_with_call(call), {})] == [None] * 2
+    got = train_watched(gpt_with_call(call), Mode().loop, **NATIVE)
+    got.assert_same_bits(train_call_unwatched(by_name))
     assert got.rows == [2 * 12 * STEPS] * 8
 
 
 def keys_that_are_values(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """A call of PyTorch's own."""
+    """A call of PyTorch's attention with key as value."""
     query, key = query.transpose(1, 2), key.transpose(1, 2)
     return F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True).transpose(1, 2)
 
@@ -134,22 +134,22 @@ def keys_that_are_values(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 COMPILED = {
     "flash_attn": CALLS["2"][0],
     "packed": CALLS["2, packed"][0],
-    "packed, by the same ends": CALLS["2, packed qkv"][0],
+    "packed, with the same cu_seqlens": CALLS["2, packed qkv"][0],
     "keys that are values": keys_that_are_values,
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", COMPILED)
-def test_a_compiled_model_stays_one_graph_and_is_measured_as_an_eager_one(name: str) -> None:
+def test_compiled_library_call_stays_one_graph_and_counts_like_eager(name: str) -> None:
     call = COMPILED[name]
     mode = Mode(compile={"backend": "aot_eager", "fullgraph": True})
-    got = watched(model_of(call), mode.loop, **KEPT)
-    got.assert_same_bits(alone(call, mode))
-    assert_alike(got, watched(model_of(call), Mode().loop, **KEPT))
+    got = train_watched(gpt_with_call(call), mode.loop, **NATIVE)
+    got.assert_same_bits(train_call_unwatched(call, mode))
+    assert_same_statistics(got, train_watched(gpt_with_call(call), Mode().loop, **NATIVE))
 
 
-def test_a_library_that_is_imported_after_attach_is_met_from_the_next_step_on(
+def test_library_imported_after_attach_is_watched_from_the_next_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -160,22 +160,22 @@ def test_a_library_that_is_imported_after_attach_is_met_from_the_next_step_on(
     (tmp_path / "flash_attn_interface.py").write_text(Path(flash_attn_2.__file__).read_text())
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        got = watched(model_of(call), Mode().loop, **KEPT)
+        got = train_watched(gpt_with_call(call), Mode().loop, **NATIVE)
         before = dict(vars(sys.modules["flash_attn_interface"]))
     finally:
         del sys.modules["flash_attn_interface"]
     assert got.rows == [2 * 12 * (STEPS - 1)] * 8
     assert issubclass(before["FlashAttnFunc"], torch.autograd.Function)
-    got.assert_same_bits(alone(by_name))
+    got.assert_same_bits(train_call_unwatched(by_name))
 
 
-def test_two_agents_and_their_end_in_any_order_leave_the_library_as_it_was_and_so_what_was_taken_of_it(
+def test_library_is_restored_after_two_agents_close_in_any_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     importing = types.ModuleType("importing")
     monkeypatch.setitem(sys.modules, "importing", importing)
     for first, second in ((0, 1), (1, 0)):
-        agents = [attach(model_of(by_name), **EVERY_STEP) for _ in range(2)]
+        agents = [attach(gpt_with_call(by_name), **EVERY_STEP) for _ in range(2)]
         vars(importing)["taken"] = flash_attn_2.FlashAttnFunc
         assert not issubclass(flash_attn_2.FlashAttnFunc, torch.autograd.Function)
         agents[first].close()
@@ -186,18 +186,18 @@ def test_two_agents_and_their_end_in_any_order_leave_the_library_as_it_was_and_s
 
 
 ROWS, LENGTH = 2, 12
-BOTH_WAYS: Any = {**DECODER, "sliding_window": 6, "query_pre_attn_scalar": 8, "use_bidirectional_attention": True}
+BIDIRECTIONAL: Any = {**DECODER, "sliding_window": 6, "query_pre_attn_scalar": 8, "use_bidirectional_attention": True}
 ENCODER: Any = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MAKERS: Any = TRANSFORMERS | {
-    "gemma3, window to both sides": lambda: tiny("Gemma3Text", "Model", **BOTH_WAYS),
-    "modernbert, window to both sides": lambda: tiny(
+    "gemma3, bidirectional window": lambda: tiny("Gemma3Text", "Model", **BIDIRECTIONAL),
+    "modernbert, bidirectional window": lambda: tiny(
         "ModernBert", "ForMaskedLM", **ENCODER, local_attention=6, cls_token_id=1, sep_token_id=2
     ),
 }
 
 
 @pytest.fixture(autouse=True)
-def _flash_attn_is_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def _use_fake_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     process = flash._lazy_define_process_function(flash_attn_2.flash_attn_varlen_func)
     for name, value in {
         "_loaded_implementation": "flash_attention_2",
@@ -211,7 +211,7 @@ def _flash_attn_is_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def inputs(kind: str, step: int) -> dict[str, Tensor]:
-    """Whole rows, rows padded at the right, or one row of two sequences told by their positions."""
+    """Inputs of a step: whole rows, rows padded on the right, or two sequences packed in one row with position ids."""
     ids = torch.randint(48, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
     if kind == "packed":
         return {"input_ids": ids.view(1, -1), "position_ids": torch.arange(LENGTH).repeat(1, ROWS)}
@@ -230,14 +230,14 @@ def transformers_model(name: str, implementation: str) -> Any:
     return model
 
 
-def trained(name: str, kind: str, implementation: str = "flash_attention_2", **settings: Any) -> Trained:
+def trained(name: str, kind: str, implementation: str = "flash_attention_2", **settings: Any) -> TrainingResult:
     def loop(model: Any, stepped: Any) -> list[Tensor]:
         losses, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(STEPS):
-            given = inputs(kind, step)
-            logits = model(**given)[0]
-            real = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
-            losses.append(logits[real].logsumexp(-1).square().mean())
+            model_inputs = inputs(kind, step)
+            logits = model(**model_inputs)[0]
+            visible_rows = model_inputs.get("attention_mask", torch.ones_like(model_inputs["input_ids"])).bool()
+            losses.append(logits[visible_rows].logsumexp(-1).square().mean())
             torch.autograd.backward(losses[-1])
             optimizer.step()
             optimizer.zero_grad()
@@ -245,7 +245,7 @@ def trained(name: str, kind: str, implementation: str = "flash_attention_2", **s
         return losses
 
     model = transformers_model(name, implementation)
-    return watched(model, loop, **settings) if settings else unwatched(model, loop)
+    return train_watched(model, loop, **settings) if settings else train_unwatched(model, loop)
 
 
 CASES = [
@@ -253,41 +253,43 @@ CASES = [
     ("Llama", "padded"),
     ("Llama", "packed"),
     ("Mistral", "packed"),
-    ("gemma3, window to both sides", "whole"),
-    ("modernbert, window to both sides", "whole"),
+    ("gemma3, bidirectional window", "whole"),
+    ("modernbert, bidirectional window", "whole"),
 ]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_what_transformers_hands_to_flash_attn_is_kept_measured_row_by_row_and_served_alike(
-    name: str, kind: str
-) -> None:
-    got, expected, served = trained(name, kind, **KEPT), trained(name, kind), trained(name, kind, attention="kernels")
+def test_transformers_flash_attention_is_bit_identical_measured_and_replaceable(name: str, kind: str) -> None:
+    got, expected, with_kernels = (
+        trained(name, kind, **NATIVE),
+        trained(name, kind),
+        trained(name, kind, attention="kernels"),
+    )
     got.assert_same_bits(expected)
-    real = ROWS * LENGTH - 5 * (kind == "padded")
-    assert got.rows == [real * STEPS] * 8
-    if kind != "padded":  # padded rows are no rows to flash_attn, and some to PyTorch's
-        assert_alike(got, trained(name, kind, "sdpa", **KEPT))
-    served.assert_near(expected, rtol=1e-4, atol=1e-5)
-    assert "2 x kernels (" in served.report
-    assert_alike(served, got)
+    visible_rows = ROWS * LENGTH - 5 * (kind == "padded")
+    assert got.rows == [visible_rows * STEPS] * 8
+    if kind != "padded":  # SDPA counts some padded rows, flash_attn none
+        assert_same_statistics(got, trained(name, kind, "sdpa", **NATIVE))
+    with_kernels.assert_near(expected, rtol=1e-4, atol=1e-5)
+    assert "2 x kernels (" in with_kernels.report
+    assert_same_statistics(with_kernels, got)
 
 
-def test_an_argument_that_is_for_flash_attn_alone_leaves_eager_attention_measured() -> None:
-    name = "modernbert, window to both sides"  # it passes `deterministic` whatever computes its attention
-    got = trained(name, "whole", "eager", **KEPT)
+def test_eager_attention_with_a_flash_only_argument_is_measured() -> None:
+    name = "modernbert, bidirectional window"  # passes `deterministic` to every implementation
+    got = trained(name, "whole", "eager", **NATIVE)
     assert got.rows == [ROWS * LENGTH * STEPS] * 8
-    assert_alike(got, trained(name, "whole", **KEPT))
+    assert_same_statistics(got, trained(name, "whole", **NATIVE))
 
 
 Engine = transformer_engine.DotProductAttention
 
 
-class WithCore(Grouped):
-    """Leaves its attention to a module of a library, and its shapes to `ask`."""
+class LibraryModuleAttention(Grouped):
+    """Attention by a library's module, which `call_module` calls with its tensor layout."""
 
-    def __init__(self, core: nn.Module, ask: Callable[..., Tensor]) -> None:
-        super().__init__(lambda q, k, v: ask(self.core_attention, q, k, v))
+    def __init__(self, core: nn.Module, call_module: Callable[..., Tensor]) -> None:
+        super().__init__(lambda q, k, v: call_module(self.core_attention, q, k, v))
         self.core_attention = core
 
 
@@ -308,108 +310,111 @@ def packed(core: nn.Module, *operands: Tensor, **options: Any) -> Tensor:
     return out.view(operands[0].shape)
 
 
-def asked(ask: Callable[..., Tensor], *more: Any, **options: Any) -> Callable[..., Tensor]:
-    return lambda core, *operands: ask(core, *operands, *more, **options)
+def with_options(call_module: Callable[..., Tensor], *more: Any, **options: Any) -> Callable[..., Tensor]:
+    return lambda core, *operands: call_module(core, *operands, *more, **options)
 
 
 Case = tuple[Callable[[], nn.Module], Callable[..., Tensor], dict[str, Any]]
 MODULES: dict[str, Case] = {
     "engine": (lambda: Engine(4, 4, 2), tokens_first, {"causal": True}),
-    "engine, of two processes": (lambda: Engine(8, 4, 4, tp_size=2), tokens_first, {"causal": True}),
-    "engine, batch first": (lambda: Engine(4, 4, 2), asked(batch_first, attn_mask_type="no_mask"), {}),
+    "engine, tensor parallel": (lambda: Engine(8, 4, 4, tp_size=2), tokens_first, {"causal": True}),
+    "engine, batch first": (lambda: Engine(4, 4, 2), with_options(batch_first, attn_mask_type="no_mask"), {}),
     "engine, window": (lambda: Engine(4, 4, 2, window_size=(3, 0)), batch_first, {"causal": True, "window": (3, 0)}),
     "engine, packed": (
         lambda: Engine(4, 4, 2),
-        asked(packed, attn_mask_type="padding_causal"),
+        with_options(packed, attn_mask_type="padding_causal"),
         {"causal": True, "ends": BOUNDS},
     ),
 }
 
 
-def model_with(make: Callable[[], nn.Module], ask: Callable[..., Tensor]) -> nn.Module:
+def gpt_with_module(make: Callable[[], nn.Module], call_module: Callable[..., Tensor]) -> nn.Module:
     torch.manual_seed(5)
-    return tiny_gpt(*(WithCore(make(), ask) for _ in range(2)), seed=3)
+    return tiny_gpt(*(LibraryModuleAttention(make(), call_module) for _ in range(2)), seed=3)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_of_a_library_is_kept_to_the_last_bit_and_measured_as_pytorchs_own(name: str) -> None:
-    make, ask, rule = MODULES[name]
-    got, plain = watched(model_with(make, ask), Mode().loop, **KEPT), unwatched(model_with(make, ask), Mode().loop)
+def test_library_module_is_bit_identical_and_measured_like_sdpa(name: str) -> None:
+    make, call_module, rule = MODULES[name]
+    got, plain = (
+        train_watched(gpt_with_module(make, call_module), Mode().loop, **NATIVE),
+        train_unwatched(gpt_with_module(make, call_module), Mode().loop),
+    )
     got.assert_same_bits(plain)
     if name == "engine":
-        served = watched(model_with(make, ask), Mode().loop, attention="kernels")
-        served.assert_near(plain, rtol=1e-5, atol=1e-6)
-        assert "2 x kernels (" in served.report
+        with_kernels = train_watched(gpt_with_module(make, call_module), Mode().loop, attention="kernels")
+        with_kernels.assert_near(plain, rtol=1e-5, atol=1e-6)
+        assert "2 x kernels (" in with_kernels.report
     assert got.rows == [2 * 12 * STEPS] * 8
-    assert_alike(got, watched(model_of(of_pytorch(rule)), Mode().loop, **KEPT))
+    assert_same_statistics(got, train_watched(gpt_with_call(reference_call(rule)), Mode().loop, **NATIVE))
 
 
 BLOCKS: Any = torch.zeros(3, 1, dtype=torch.int32)
-UNKNOWN: dict[str, Callable[[], nn.Module]] = {
-    "block_table to {}.flash_attn_2": lambda: model_of(
-        flat(TWO.flash_attn_varlen_func, *PACKED, causal=True, block_table=BLOCKS)
+UNSUPPORTED_ARGUMENTS: dict[str, Callable[[], nn.Module]] = {
+    "block_table to {}.flash_attn_2": lambda: gpt_with_call(
+        pack_sequences(FLASH_2.flash_attn_varlen_func, *PACKED, causal=True, block_table=BLOCKS)
     ),
-    "attention_chunk to {}.flash_attn_3": lambda: model_of(
-        lambda q, k, v: THREE.flash_attn_func(q, k, v, causal=True, attention_chunk=4)
+    "attention_chunk to {}.flash_attn_3": lambda: gpt_with_call(
+        lambda q, k, v: FLASH_3.flash_attn_func(q, k, v, causal=True, attention_chunk=4)
     ),
-    "alibi_slopes to {}.flash_attn_2": lambda: model_of(
-        lambda q, k, v: TWO.flash_attn_func(q, k, v, causal=True, alibi_slopes=SLOPES)
+    "alibi_slopes to {}.flash_attn_2": lambda: gpt_with_call(
+        lambda q, k, v: FLASH_2.flash_attn_func(q, k, v, causal=True, alibi_slopes=SLOPES)
     ),
-    "learnable_sink, mask_mod to {}.flash_attn_4": lambda: model_of(
-        lambda q, k, v: FOUR.flash_attn_func(q, k, v, learnable_sink=SLOPES, mask_mod=masked)
+    "learnable_sink, mask_mod to {}.flash_attn_4": lambda: gpt_with_call(
+        lambda q, k, v: FLASH_4.flash_attn_func(q, k, v, learnable_sink=SLOPES, mask_mod=masked)
     ),
-    "core_attention_bias to {}.transformer_engine": lambda: model_with(
-        lambda: Engine(4, 4, 2), asked(tokens_first, core_attention_bias=torch.zeros(12, 12))
+    "core_attention_bias to {}.transformer_engine": lambda: gpt_with_module(
+        lambda: Engine(4, 4, 2), with_options(tokens_first, core_attention_bias=torch.zeros(12, 12))
     ),
-    "attn_mask_type=padding_causal to {}.transformer_engine": lambda: model_with(
-        lambda: Engine(4, 4, 2), asked(tokens_first, attn_mask_type="padding_causal")
+    "attn_mask_type=padding_causal to {}.transformer_engine": lambda: gpt_with_module(
+        lambda: Engine(4, 4, 2), with_options(tokens_first, attn_mask_type="padding_causal")
     ),
-    "softmax_type to {}.transformer_engine": lambda: model_with(
+    "softmax_type to {}.transformer_engine": lambda: gpt_with_module(
         lambda: Engine(4, 4, 2, softmax_type="off-by-one"), tokens_first
     ),
 }
 
 
-@pytest.mark.parametrize("what", UNKNOWN)
-def test_an_argument_that_is_not_known_leaves_its_call_unmeasured_and_is_named(
-    what: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("argument", UNSUPPORTED_ARGUMENTS)
+def test_call_with_an_unknown_argument_is_unmeasured_and_reported(
+    argument: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    got = watched(UNKNOWN[what](), Mode().loop, **KEPT)
-    got.assert_same_bits(unwatched(UNKNOWN[what](), Mode().loop))
+    got = train_watched(UNSUPPORTED_ARGUMENTS[argument](), Mode().loop, **NATIVE)
+    got.assert_same_bits(train_unwatched(UNSUPPORTED_ARGUMENTS[argument](), Mode().loop))
     assert got.rows == [0] * 8
-    assert f"it passes {what.format('tests.monitor.stand_ins')}, which is not probed" in caplog.text
+    assert f"it passes {argument.format('tests.monitor.fake_libraries')}, which is not probed" in caplog.text
 
 
-class Outer(transformer_engine.DotProductAttention):
-    """As Megatron's TEDotProductAttention."""
+class MegatronAttention(transformer_engine.DotProductAttention):
+    """A subclass, like Megatron's TEDotProductAttention."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = super().forward(*args, **kwargs)
         return out
 
 
-def test_a_subclass_is_found_and_its_own_parts_are_no_layers_of_their_own() -> None:
-    core = Outer(4, 4, 2)
-    core.unfused = WithCore(Engine(4, 4, 2), tokens_first)
+def test_subclass_of_a_library_module_is_a_single_layer() -> None:
+    core = MegatronAttention(4, 4, 2)
+    core.unfused = LibraryModuleAttention(Engine(4, 4, 2), tokens_first)
     found = find_attention(nn.Sequential(core), {})
     assert [(each.name, each.heads, each.kv_heads, each.problem) for each in found] == [("0", 4, 2, None)]
 
 
-def test_of_a_module_that_calls_a_library_inside_the_inner_call_is_measured_once(
+def test_library_module_that_calls_another_library_is_measured_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def through_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, rule: dict[str, Any]) -> Any:
         return flash_attn_2.flash_attn_func(q, k, v, softmax_scale=scale, causal=rule["causal"])
 
     monkeypatch.setattr(transformer_engine.Fused, "apply", staticmethod(through_flash))
-    make, ask, rule = MODULES["engine"]
-    got = watched(model_with(make, ask), Mode().loop, **KEPT)
+    make, call_module, rule = MODULES["engine"]
+    got = train_watched(gpt_with_module(make, call_module), Mode().loop, **NATIVE)
     assert got.rows == [2 * 12 * STEPS] * 8
-    assert_alike(got, watched(model_of(of_pytorch(rule)), Mode().loop, **KEPT))
+    assert_same_statistics(got, train_watched(gpt_with_call(reference_call(rule)), Mode().loop, **NATIVE))
 
 
-def own_varlen(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, *options: Any) -> tuple[Tensor, None, None]:
-    """PyTorch's own needs a GPU; this is the same in its operators, for causal calls."""
+def varlen_on_cpu(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, *options: Any) -> tuple[Tensor, None, None]:
+    """varlen attention for causal calls in plain PyTorch, because PyTorch's own needs a GPU."""
     assert [-1, 0] in options
     sequence = torch.searchsorted(cu_q[1:].contiguous(), torch.arange(len(query)), right=True)
     scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
@@ -418,17 +423,17 @@ def own_varlen(query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, *options
 
 
 @pytest.mark.parametrize("attention", ["keep", "kernels"])
-def test_packed_sequences_of_pytorchs_own_function_are_watched(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_attn_of_pytorch_is_watched(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        q, k, v = (x.flatten(0, 1) for x in (query, wide(key, query), wide(value, query)))
+        q, k, v = (x.flatten(0, 1) for x in (query, expand_heads(key, query), expand_heads(value, query)))
         out: Any = varlen_attn(q, k, v, *PACKED, window_size=(-1, 0))
         return out.view(query.shape)  # type: ignore[no-any-return]
 
     before = vars(varlen)["varlen_attn"]
-    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", own_varlen)
-    got = watched(model_of(call), Mode().loop, **KEPT | {"attention": attention})
-    expected = watched(model_of(of_pytorch({"causal": True, "ends": BOUNDS})), Mode().loop, **KEPT)
+    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", varlen_on_cpu)
+    got = train_watched(gpt_with_call(call), Mode().loop, **NATIVE | {"attention": attention})
+    expected = train_watched(gpt_with_call(reference_call({"causal": True, "ends": BOUNDS})), Mode().loop, **NATIVE)
     got.assert_near(expected, rtol=1e-5, atol=1e-6)
-    assert_alike(got, expected)
+    assert_same_statistics(got, expected)
     assert got.rows == [2 * 12 * STEPS] * 8
     assert vars(varlen)["varlen_attn"] is before is varlen_attn

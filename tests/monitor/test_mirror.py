@@ -1,4 +1,4 @@
-"""What the agent mirrors into an experiment tracker: real ones, stand-ins, and faults."""
+"""Mirroring to experiment trackers: real trackers, fakes and faults."""
 
 import contextvars
 import gzip
@@ -20,29 +20,29 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsSer
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.monitor.doubles import ScriptedDetectors, verdict
-from tests.monitor.executions import EVERY_STEP
+from tests.monitor.execution_modes import EVERY_STEP
 from tests.monitor.tiny_models import tiny_gpt
-from tests.monitor.watching import train
+from tests.monitor.watched_training import train
 
 from foreshock.monitor import Agent, AgentConfig, attach
 
-EVERY = EVERY_STEP | {"attention": "keep", "strict": False, "spool_directory": None}
+SETTINGS = EVERY_STEP | {"attention": "keep", "strict": False, "spool_directory": None}
 NUMBERS = ("worst_score_offset", "largest_score", "max_attention_logit", "attention_entropy")
 NAMES = {f"foreshock/{name}" for name in (*NUMBERS, "active_warnings", "switched_heads")}
 
 
 def trained(steps: int, **settings: Any) -> Agent:
-    """A run of `steps` steps, each sampled, whose layer 0 head 1 is warned about at step 3 and cleared at step 6."""
+    """Trains `steps` sampled steps with a warning about layer 0 head 1, raised at step 3 and cleared at step 6."""
     model = tiny_gpt(seed=5)
-    with attach(model, **EVERY | settings) as agent:
+    with attach(model, **SETTINGS | settings) as agent:
         raised, cleared = verdict(0, 1, step=3), verdict(0, 1, step=6, state="cleared")
         agent.detectors = ScriptedDetectors(len(agent.modes()), {3: [raised], 6: [cleared]})
         train(agent, model, steps)
     return agent
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> types.ModuleType:
-    """A module of that name that can be found and imported."""
+def install_fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> types.ModuleType:
+    """Installs an importable module with this name."""
     module = types.ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
     vars(module).update(members)
@@ -51,7 +51,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> type
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
+def check_mirror_threads_end() -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         if thread.name == "foreshock-mirror":
@@ -60,28 +60,28 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_holds_each_sample_s_numbers_and_when_a_warning_stood(
+def test_tensorboard_gets_the_values_of_each_sample_and_the_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(AgentConfig, "close_seconds", 30)
     agent = trained(9, mirror=f"tensorboard:{tmp_path}", policy="auto")
     assert not agent.faults
-    told = EventAccumulator(str(tmp_path))
-    told.Reload()
-    assert set(told.Tags()["scalars"]) == NAMES
-    warned = {e.step: e.value for e in told.Scalars("foreshock/active_warnings")}
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == NAMES
+    warned = {e.step: e.value for e in events.Scalars("foreshock/active_warnings")}
     assert set(warned) == set(range(1, 10))
     assert 1.0 in warned.values()
     assert warned[1] == warned[9] == 0.0
-    switched = [e.value for e in told.Scalars("foreshock/switched_heads")]
+    switched = [e.value for e in events.Scalars("foreshock/switched_heads")]
     assert switched[0] == 0.0
     assert switched[-1] > 0.0
-    assert all(e.value > 0 for e in told.Scalars("foreshock/largest_score"))
-    (warning,) = told.Tensors("foreshock/warnings/text_summary")
+    assert all(e.value > 0 for e in events.Scalars("foreshock/largest_score"))
+    (warning,) = events.Tensors("foreshock/warnings/text_summary")
     assert (warning.step, b"layer 0 head 1" in warning.tensor_proto.string_val[0]) == (3, True)
 
 
-def test_wandb_s_own_step_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_values_without_advancing_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[dict[str, float], dict[str, Any]]] = []
     defined: list[tuple[str, str | None]] = []
     alerts: list[dict[str, str]] = []
@@ -90,7 +90,7 @@ def test_wandb_s_own_step_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
         log=lambda numbers, **options: logged.append((numbers, options)),
         alert=lambda **alert: alerts.append(alert),
     )
-    stand_in(monkeypatch, "wandb", run=run)
+    install_fake_module(monkeypatch, "wandb", run=run)
     assert not trained(4, mirror="wandb").faults
     (alert,) = alerts
     assert (alert["title"], alert["level"]) == ("foreshock: rounding, layer 0 head 1", "WARN")
@@ -101,17 +101,17 @@ def test_wandb_s_own_step_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(options == {"commit": False} for _, options in logged)
 
 
-def trackio(monkeypatch: pytest.MonkeyPatch, log: Any, **members: Any) -> None:
+def install_fake_trackio(monkeypatch: pytest.MonkeyPatch, log: Any, **members: Any) -> None:
     levels = {"WARN": "warn", "ERROR": "error"}
-    stand_in(monkeypatch, "trackio", log=log, AlertLevel=levels, **{"alert": lambda **_: None, **members})
+    install_fake_module(monkeypatch, "trackio", log=log, AlertLevel=levels, **{"alert": lambda **_: None, **members})
 
 
-def test_trackio_s_run_is_found_in_the_context_that_opened_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_run_is_found_in_the_context_that_opened_it(monkeypatch: pytest.MonkeyPatch) -> None:
     current: contextvars.ContextVar[list[int]] = contextvars.ContextVar("current")
     logged: list[int] = []
     alerts: list[tuple[str, str]] = []
     current.set(logged)
-    trackio(
+    install_fake_trackio(
         monkeypatch,
         lambda numbers, step: current.get().append(step),
         alert=lambda title, text, level: alerts.append((title, level)),
@@ -121,14 +121,14 @@ def test_trackio_s_run_is_found_in_the_context_that_opened_it(monkeypatch: pytes
     assert alerts == [("foreshock: rounding, layer 0 head 1", "warn")]
 
 
-def test_only_the_first_process_mirrors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_mirrors(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[int] = []
-    trackio(monkeypatch, lambda numbers, step: logged.append(step))
+    install_fake_trackio(monkeypatch, lambda numbers, step: logged.append(step))
     trained(3, mirror="trackio", rank=1, world_size=2, run="r")
     assert logged == []
 
 
-def test_a_tracker_that_raises_is_off_after_three_faults_and_training_goes_on(
+def test_tracker_is_disabled_after_three_errors_and_training_continues(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[int] = []
@@ -137,7 +137,7 @@ def test_a_tracker_that_raises_is_off_after_three_faults_and_training_goes_on(
         calls.append(step)
         raise ConnectionError("the tracker's host is gone")
 
-    trackio(monkeypatch, log, alert=log)
+    install_fake_trackio(monkeypatch, log, alert=log)
     agent = trained(12, mirror="trackio")
     assert agent.current_step == 12
     assert agent.faults["tracker"] == 3
@@ -145,26 +145,26 @@ def test_a_tracker_that_raises_is_off_after_three_faults_and_training_goes_on(
     assert "tracker is off from now on" in caplog.text
 
 
-def test_a_tracker_that_hangs_delays_no_step_and_close_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_tracker_delays_no_step_and_close_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     monkeypatch.setattr(AgentConfig, "close_seconds", 0.1)
-    trackio(monkeypatch, lambda numbers, step: released.wait(60))
+    install_fake_trackio(monkeypatch, lambda numbers, step: released.wait(60))
     try:
-        agent = trained(80, mirror="trackio")  # more samples than its queue takes
+        agent = trained(80, mirror="trackio")  # more samples than the queue holds
         assert agent.current_step == 80
         assert agent.faults["mirror"] >= 1
     finally:
         released.set()
 
 
-def test_a_run_that_is_opened_later_is_joined_and_the_log_says_what_to_call(
+def test_mirror_waits_for_a_run_that_is_opened_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     logged: list[int] = []
     run = Mock(log=lambda numbers, **options: logged.append(numbers["foreshock/step"]))
-    wandb: Any = stand_in(monkeypatch, "wandb", run=None)
+    wandb: Any = install_fake_module(monkeypatch, "wandb", run=None)
     model = tiny_gpt()
-    with attach(model, **EVERY, mirror="wandb") as agent:
+    with attach(model, **SETTINGS, mirror="wandb") as agent:
         for step in range(6):
             wandb.run = run if step >= 3 else None
             train(agent, model, [step])
@@ -183,12 +183,12 @@ def test_a_run_that_is_opened_later_is_joined_and_the_log_says_what_to_call(
         ("otlp:http://collector:4318", "set OTEL_EXPORTER_OTLP_ENDPOINT"),
     ],
 )
-def test_a_wrong_mirror_is_refused_before_the_first_step(mirror: str, sentence: str) -> None:
+def test_invalid_mirror_is_rejected_by_attach(mirror: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         attach(tiny_gpt(), mirror=mirror, quiet=True)
 
 
-def test_a_tracker_that_is_not_installed_is_refused_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_is_rejected_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="mirror needs wandb, which is not installed: pip install wandb"):
         attach(tiny_gpt(), mirror="wandb", quiet=True)
@@ -197,7 +197,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_what_to_type(monkeypatc
 
 
 class Collector(BaseHTTPRequestHandler):
-    """What an OpenTelemetry collector takes over HTTP."""
+    """A fake OpenTelemetry collector (HTTP)."""
 
     metrics: ClassVar[list[ExportMetricsServiceRequest]] = []
     logs: ClassVar[list[ExportLogsServiceRequest]] = []
@@ -232,18 +232,18 @@ def attributes(of: Any) -> dict[str, Any]:
     return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in of.attributes}
 
 
-def test_a_collector_gets_each_process_s_numbers_and_warnings_under_the_names_of_nemo_lens(
+def test_collector_gets_values_and_warnings_of_each_rank_with_nemo_lens_names(
     collector: type[Collector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "nemo.run.id=the-job-s-own,deployment.environment=test")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "nemo.run.id=from-the-job,deployment.environment=test")
     monkeypatch.setattr(AgentConfig, "close_seconds", 30)
     agent = trained(9, mirror="otlp", rank=1, world_size=2, run="team/r")
     assert not agent.faults
     (resource,) = collector.metrics[-1].resource_metrics
-    who = attributes(resource.resource)
-    assert who.items() >= {
+    resource_attributes = attributes(resource.resource)
+    assert resource_attributes.items() >= {
         ("service.name", "foreshock"), ("foreshock.run", "team/r"), ("nv.dl.rank", 1), ("nv.dl.world_size", 2),
-        ("nemo.run.id", "the-job-s-own"), ("deployment.environment", "test"),
+        ("nemo.run.id", "from-the-job"), ("deployment.environment", "test"),
     }  # fmt: skip
     gauges = {metric.name: metric.gauge.data_points for metric in resource.scope_metrics[0].metrics}
     assert gauges["foreshock.step"][0].as_double == 9.0
@@ -259,16 +259,16 @@ def test_a_collector_gets_each_process_s_numbers_and_warnings_under_the_names_of
         for scope in one.scope_logs
         for record in scope.log_records
     ]
-    told = [(record.severity_text, attributes(record)) for record in records]
-    assert [(text, said["foreshock.state"], said["foreshock.step"]) for text, said in told] == [
+    logged = [(record.severity_text, attributes(record)) for record in records]
+    assert [(text, found["foreshock.state"], found["foreshock.step"]) for text, found in logged] == [
         ("WARN", "raised", 3),
         ("INFO", "cleared", 6),
     ]
-    assert (told[0][1]["foreshock.layer"], told[0][1]["foreshock.head"]) == (0, 1)
+    assert (logged[0][1]["foreshock.layer"], logged[0][1]["foreshock.head"]) == (0, 1)
     assert "layer 0 head 1" in records[0].body.string_value
 
 
-def test_a_collector_that_is_not_there_costs_the_training_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_collector_does_not_affect_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     monkeypatch.setattr(AgentConfig, "close_seconds", 0.1)
@@ -281,19 +281,19 @@ PROGRAM = Path(__file__).with_name("tracked_run.py")
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
-def test_a_real_tracker_holds_each_sample_beside_what_the_program_logs_itself(tracker: str, tmp_path: Path) -> None:
+def test_real_tracker_stores_samples_next_to_the_programs_own_values(tracker: str, tmp_path: Path) -> None:
     command = [sys.executable, "-P", str(PROGRAM), tracker, str(tmp_path)]
     path = os.pathsep.join(str(PROGRAM.parents[2] / part) for part in ("src", "."))
     environment = os.environ | {"PYTHONPATH": path}
     found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=570)
     assert found.returncode == 0, found.stderr
-    told = json.loads(found.stdout.splitlines()[-1])
-    assert told["faults"] == {}
-    stored = {name: dict(map(tuple, points)) for name, points in told["stored"].items()}
+    output = json.loads(found.stdout.splitlines()[-1])
+    assert output["faults"] == {}
+    stored = {name: dict(map(tuple, points)) for name, points in output["stored"].items()}
     assert set(stored) == NAMES | {"loss"}
-    assert sorted(stored["loss"]) == list(range(6)), "the program's own steps are its own"
+    assert sorted(stored["loss"]) == list(range(6)), "the program's own steps are unchanged"
     steps = sorted(stored["foreshock/largest_score"])
-    # wandb takes the newest numbers along with the program's next log; MLflow keeps every sample
+    # wandb stores the latest values with the program's next log; MLflow stores every sample
     assert steps == list(range(1, 7)) if tracker == "mlflow" else set(steps) <= set(range(1, 7))
     assert steps[-1] == 6
     assert all(value > 0 for value in stored["foreshock/largest_score"].values())

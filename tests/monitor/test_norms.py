@@ -1,4 +1,4 @@
-"""Norms of W_Q and W_K: the true ones in every layout, or unknown with the reason."""
+"""Norms of W_Q and W_K: correct in every layout, or unknown with a reason."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -13,8 +13,8 @@ from tests.monitor.layouts import (
     LAYOUTS,
     WIDTH,
     Holder,
+    always,
     fused_conv1d,
-    known,
     layer_of,
     linear_with,
     separate,
@@ -57,7 +57,7 @@ from foreshock.monitor.model.openness import key_bias_of
         ("ln_inner", nn.LayerNorm(DIM), False),
     ],
 )
-def test_of_a_module_that_normalises_its_heads_no_norm_is_measured(name: str, value: Any, normalised: bool) -> None:
+def test_module_with_qk_norm_has_no_norms(name: str, value: Any, normalised: bool) -> None:
     module = separate(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
     if value is None:
         module.register_module(name, None)
@@ -65,13 +65,13 @@ def test_of_a_module_that_normalises_its_heads_no_norm_is_measured(name: str, va
         setattr(module, name, value)
     projection = find_projection(module, HEADS, HEADS, DIM)
     assert projection is not None
-    why = "norms are not measured: its queries and keys are normalised, so its weights alone do not bound its scores"
-    told = LayoutCheck(module, HEADS, projection).describe()
-    assert told == (why if normalised else "separate (q_proj, k_proj)")
+    reason = "norms are not measured: its queries and keys are normalised, so its weights alone do not bound its scores"
+    description = LayoutCheck(module, HEADS, projection).describe()
+    assert description == (reason if normalised else "separate (q_proj, k_proj)")
 
 
 class PeftLinear(nn.Module):
-    """The attributes of peft's lora.Linear, and its forward."""
+    """A module with the attributes and forward of peft's lora.Linear."""
 
     def __init__(self, base: nn.Module, out: int, inputs: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class PeftLinear(nn.Module):
 
 @pytest.mark.promise("A23")
 @pytest.mark.parametrize("bias", ["trained", "frozen", "none"])
-def test_norms_under_adapters_are_unknown_and_the_bias_of_keys_is_that_of_the_base_layer(bias: str) -> None:
+def test_adapters_have_no_norms_and_the_key_bias_of_the_base_layer(bias: str) -> None:
     query, key = (PeftLinear(linear_with(torch.randn(HEADS * DIM, WIDTH)), HEADS * DIM, WIDTH) for _ in range(2))
     base: Any = key.base_layer
     base.bias = None if bias == "none" else nn.Parameter(torch.zeros(HEADS * DIM), requires_grad=bias == "trained")
@@ -109,8 +109,8 @@ def attention() -> GroupedQueryAttention:
     return module
 
 
-class Noisy(nn.Module):
-    """A weight that is drawn again at every reading, as quantisation-aware training does."""
+class NoisyWeight(nn.Module):
+    """A parametrization that adds fresh noise at each read, like quantisation-aware training."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight + 0.01 * torch.randn_like(weight)
@@ -126,52 +126,52 @@ def three_steps(module: nn.Module, agent: Any = None) -> dict[str, Tensor]:
         optimizer.step()
         if agent is not None:
             agent.step(loss.detach())
-    return {**module.state_dict(), "next number": torch.randn(1)}
+    return {**module.state_dict(), "next random number": torch.randn(1)}
 
 
-def observed(projection: nn.Linear) -> None:
-    """As quantisation-aware training does: a module that remembers the largest weight it was ever shown."""
+def add_observer(projection: nn.Linear) -> None:
+    """Adds a fake-quantisation observer, which updates its range at each read of the weight."""
     parametrize.register_parametrization(projection, "weight", FakeQuantize(MovingAverageMinMaxObserver))  # type: ignore[no-untyped-call]
 
 
-CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
+WEIGHT_CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
     "spectral norm": parametrizations.spectral_norm,
     "the older spectral norm": torch.nn.utils.spectral_norm,
-    "noise": lambda projection: parametrize.register_parametrization(projection, "weight", Noisy()),
-    "an observer": observed,
+    "noise": lambda projection: parametrize.register_parametrization(projection, "weight", NoisyWeight()),
+    "an observer": add_observer,
 }
 
 
-def changed(module: GroupedQueryAttention, how: str) -> None:
+def change_weights(module: GroupedQueryAttention, change: str) -> None:
     torch.manual_seed(29)
     for projection in (module.wq, module.wk):
-        CHANGES[how](projection)
+        WEIGHT_CHANGES[change](projection)
 
 
 @pytest.mark.promise("A22")
 @pytest.mark.parametrize("attached", [False, True])
-@pytest.mark.parametrize("how", CHANGES)
-def test_a_weight_that_is_computed_is_never_read_also_if_it_begins_to_while_attached(how: str, attached: bool) -> None:
+@pytest.mark.parametrize("change", WEIGHT_CHANGES)
+def test_parametrized_weight_is_never_read_even_if_added_while_attached(change: str, attached: bool) -> None:
     module, other = attention(), attention()
-    changed(other, how)
-    alone = three_steps(other)
+    change_weights(other, change)
+    unwatched_state = three_steps(other)
     if not attached:
-        changed(module, how)
+        change_weights(module, change)
     with attach(module, url=None, quiet=True, norms_every_steps=1, strict=True) as agent:
         if attached:
-            changed(module, how)
-        watched = three_steps(module, agent)
+            change_weights(module, change)
+        watched_state = three_steps(module, agent)
         report = agent.report()
-    assert alone.keys() == watched.keys()
-    assert all(torch.equal(alone[name], watched[name]) for name in alone)
-    if not attached and how in ("spectral norm", "noise"):
-        why = "whose weight is not a plain matrix"
-        assert f"norms are not measured: wq is torch's ParametrizedLinear, {why}" in report
+    assert unwatched_state.keys() == watched_state.keys()
+    assert all(torch.equal(unwatched_state[name], watched_state[name]) for name in unwatched_state)
+    if not attached and change in ("spectral norm", "noise"):
+        reason = "whose weight is not a plain matrix"
+        assert f"norms are not measured: wq is torch's ParametrizedLinear, {reason}" in report
     assert "watched 1 of 1" in report
 
 
-class Rotated(nn.Module):
-    """As peft's tuners: the weight of the layer under it as its own, computed with otherwise."""
+class WithInputRotation(nn.Module):
+    """Like peft's tuners: exposes the base layer's weight but transforms its input."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Rotated(nn.Module):
 
 
 class Quantised(Tensor):
-    """As torchao's: whole numbers and a scale, which say that they are floats."""
+    """Like torchao's tensors: int8 values with a scale, but a float dtype."""
 
     @staticmethod
     def __new__(cls, weight: Tensor) -> Any:
@@ -202,37 +202,37 @@ class Quantised(Tensor):
         raise NotImplementedError(f"{function} of quantised numbers")
 
 
-def quantised() -> GroupedQueryAttention:
+def with_quantised_key() -> GroupedQueryAttention:
     module = attention()
     module.wk.weight = nn.Parameter(Quantised(module.wk.weight.detach()), requires_grad=False)
     return module
 
 
-def rotated() -> GroupedQueryAttention:
+def with_rotated_input() -> GroupedQueryAttention:
     module = attention()
-    module.wk = Rotated(module.wk)  # type: ignore[assignment]
+    module.wk = WithInputRotation(module.wk)  # type: ignore[assignment]
     return module
 
 
-@pytest.mark.parametrize(("make", "kind"), [(rotated, "tests's Rotated"), (quantised, "torch's Linear")])
-def test_a_weight_that_is_not_what_is_computed_with_is_not_read_and_its_attention_is_watched(
-    make: Callable[[], nn.Module], kind: str
-) -> None:
+@pytest.mark.parametrize(
+    ("make", "kind"), [(with_rotated_input, "tests's WithInputRotation"), (with_quantised_key, "torch's Linear")]
+)
+def test_layer_with_an_indirect_weight_is_watched_without_norms(make: Callable[[], nn.Module], kind: str) -> None:
     (found,) = find_attention(make(), {})
     assert (found.problem, found.head_dim, found.projection) == (None, WIDTH // HEADS, None)
     assert found.unmeasured == f"wk is {kind}, whose weight is not a plain matrix"
 
 
 @pytest.mark.parametrize("sizes", [{"kdim": 16}, {"vdim": 16}])
-def test_pytorchs_attention_with_three_weights_has_no_norms_and_the_reason_says_so(sizes: dict[str, int]) -> None:
+def test_multihead_attention_with_separate_weights_has_no_norms(sizes: dict[str, int]) -> None:
     (found,) = find_attention(nn.MultiheadAttention(WIDTH, HEADS, **sizes), {})
     assert found.projection is None
     assert found.unmeasured == "it has no stored in_proj_weight: kdim or vdim is set, or the weight is computed"
 
 
 @contextmanager
-def process(rank: int, world: int) -> Iterator[DeviceMesh]:
-    """As if this were one process of several: a mesh over which nothing can be sent."""
+def fake_rank(rank: int, world: int) -> Iterator[DeviceMesh]:
+    """Pretends to be one rank of several, with a mesh that cannot communicate."""
     torch.distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         yield init_device_mesh("cpu", (world,))
@@ -241,16 +241,16 @@ def process(rank: int, world: int) -> Iterator[DeviceMesh]:
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
-    """Make every weight a DTensor of which this process holds its part, as fully_shard and parallelize_module do."""
+    """Makes each weight a DTensor with this rank's shard, like fully_shard and parallelize_module."""
     for owner in module.modules():
         for name, weight in list(owner.named_parameters(recurse=False)):
             if weight.dim() == 2:
                 shape, offset = compute_local_shape_and_global_offset(weight.shape, mesh, [placement])
                 local = weight.detach()[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))].clone()
-                parted = DTensor.from_local(
+                sharded = DTensor.from_local(
                     local, mesh, [placement], run_check=False, shape=weight.shape, stride=weight.stride()
                 )
-                setattr(owner, name, nn.Parameter(parted))
+                setattr(owner, name, nn.Parameter(sharded))
 
 
 @pytest.mark.promise("A13")
@@ -258,48 +258,50 @@ def shard(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
 @pytest.mark.parametrize(
     ("layout", "kv_heads"), [case for case in LAYOUTS if case[0] not in (fused_conv1d, torchtitan_separate)]
 )
-def test_ranks_measure_together_every_head_whose_rows_one_of_them_holds_whole(
+def test_ranks_together_measure_each_head_that_one_rank_has_completely(
     layout: Callable[[Tensor, Tensor], nn.Module], kv_heads: int, world: int
 ) -> None:
     torch.manual_seed(0)
     query, key = torch.randn(HEADS, DIM, WIDTH), torch.randn(kv_heads, DIM, WIDTH)
     whole = layout(query, key)
-    seen = []
+    measurements = []
     for rank in range(world):
         module = copy.deepcopy(whole)
-        with process(rank, world) as mesh:
+        with fake_rank(rank, world) as mesh:
             shard(module, mesh, Shard(0))
             projection = find_projection(module, HEADS, kv_heads, DIM)
             assert projection is not None
-            norms = ModelNorms([layer_of(kv_heads)], [known(projection)])
+            norms = ModelNorms([layer_of(kv_heads)], [always(projection)])
             measured = [norms.measure() for _ in range(40)][-1]
             assert projection.gaps == ", norms of heads that one process holds whole"
         if measured:
-            seen.append(torch.stack([measured["query_norm"], measured["key_norm"], measured["query_key_norm"]]))
-    of_head = key.repeat_interleave(HEADS // kv_heads, 0)
-    true = torch.stack([torch.linalg.matrix_norm(w, 2) for w in (query, of_head, query.mT @ of_head)])
-    together = torch.stack(seen)
-    measured_by = together.isfinite().sum(0)
-    torch.testing.assert_close(together.nan_to_num(0).amax(0), true * (measured_by > 0), rtol=1e-3, atol=0)
+            measurements.append(torch.stack([measured["query_norm"], measured["key_norm"], measured["query_key_norm"]]))
+    keys_per_query_head = key.repeat_interleave(HEADS // kv_heads, 0)
+    true_norms = torch.stack(
+        [torch.linalg.matrix_norm(w, 2) for w in (query, keys_per_query_head, query.mT @ keys_per_query_head)]
+    )
+    stacked = torch.stack(measurements)
+    measured_by = stacked.isfinite().sum(0)
+    torch.testing.assert_close(stacked.nan_to_num(0).amax(0), true_norms * (measured_by > 0), rtol=1e-3, atol=0)
     assert measured_by.max() == 1
 
 
 @pytest.mark.promise("A13")
 @pytest.mark.parametrize("world", [2, 3, 12])
-def test_nothing_is_measured_of_weights_whose_inputs_are_spread(world: int) -> None:
+def test_weights_sharded_along_their_inputs_have_no_norms(world: int) -> None:
     torch.manual_seed(0)
     whole = fused_conv1d(torch.randn(HEADS, DIM, WIDTH), torch.randn(HEADS, DIM, WIDTH))
     for rank in range(world):
         module = copy.deepcopy(whole)
-        with process(rank, world) as mesh:
+        with fake_rank(rank, world) as mesh:
             shard(module, mesh, Shard(0))
             found = find_projection(module, HEADS, HEADS, DIM)
             assert found is not None
-            assert ModelNorms([layer_of(HEADS)], [known(found)]).measure() == {}
+            assert ModelNorms([layer_of(HEADS)], [always(found)]).measure() == {}
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_a_weight_cut_over_two_dimensions_of_the_mesh_is_told_apart_into_storage_and_computation(rank: int) -> None:
+def test_fsdp_and_tensor_parallel_shards_are_distinguished_on_a_2d_mesh(rank: int) -> None:
     torch.distributed.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

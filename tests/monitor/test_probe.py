@@ -1,4 +1,4 @@
-"""The probe against brute force and our own kernels: what it counts, how its rows are drawn, and what it costs."""
+"""The probe against brute force and the kernels: its statistics, its choice of rows, and its cost."""
 
 import math
 from collections.abc import Iterable
@@ -9,12 +9,12 @@ import pytest
 import torch
 from tests.monitor.probing import (
     EVERY_ROW,
-    OF_SAMPLED_ROWS,
+    SAMPLED_ROW_SLOTS,
     assert_counts,
     probed,
+    reference_statistics,
     scores_of,
     tensors,
-    truth,
     visible,
 )
 from tests.monitor.tiny_models import CausalSelfAttention, TinyGPT, tiny_gpt
@@ -31,14 +31,14 @@ from foreshock.monitor.attention import probe
 from foreshock.monitor.attention.probe import Sampling, new_ticks, probe_rows, start_sampling, stop_sampling
 from foreshock.monitor.attention.probed_rows import HELD_BYTES, chosen_rows, drawn, sizes
 
-OF_EVERY_ROW = [slot for slot in COUNT_SLOTS if slot not in OF_SAMPLED_ROWS]
-"""What our own kernels count."""
+KERNEL_SLOTS = [slot for slot in COUNT_SLOTS if slot not in SAMPLED_ROW_SLOTS]
+"""The counters that the kernels have, too."""
 
 
-def by_our_kernel_and_by_the_probe(
+def count_by_kernel_and_probe(
     operands: Iterable[Tensor], packed: dict[str, Any] | None = None, **options: Any
 ) -> tuple[Words, Words]:
-    """What both count of every row; `packed`: the sequences, as our kernel is given them."""
+    """The counters of kernel and probe for all rows. packed: the sequence arguments of the kernel."""
     query, key, value, grad = operands
     state, leaf = new_state(query.shape[1]), query.clone().requires_grad_()
     out = flash_attention(leaf, key, value, state=state, **options, **(packed or {}))
@@ -47,7 +47,7 @@ def by_our_kernel_and_by_the_probe(
     return state.numpy(), probed(query, key, value, grad, out.detach(), Sampling(EVERY_ROW), **options, **ends)
 
 
-SAME = (*OF_EVERY_ROW, Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ)
+SAME_SLOTS = (*KERNEL_SLOTS, Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.SCORE_OFFSET_SUM, Slot.SCORE_OFFSET_SUMSQ)
 
 
 @pytest.mark.parametrize(
@@ -57,49 +57,49 @@ SAME = (*OF_EVERY_ROW, Slot.SCORE_MAX, Slot.ROW_MAX_ABS, Slot.SCORE_OFFSET_SUM, 
     ("dtype", "numerics"),
     [(torch.bfloat16, "kernel"), (torch.float16, "kernel"), (torch.float32, "float32"), (torch.float64, "float64")],
 )
-def test_with_every_row_sampled_it_counts_what_our_own_kernel_counts_on_the_same_tensors(
-    dtype: torch.dtype, numerics: Any, options: dict[str, Any]
-) -> None:
-    ours, theirs = by_our_kernel_and_by_the_probe(tensors(dtype), numerics=numerics, **options)
-    assert slot_values(ours, Slot.TIED_ROWS_BF16).min() > 0
-    for slot in SAME:
-        np.testing.assert_allclose(slot_values(theirs, slot), slot_values(ours, slot), rtol=2e-6, err_msg=slot.name)
-    # Our kernel reads the residual of O in 16 bits, and the probe computes it again: equal to its own rounding.
-    total = slot_values(ours, Slot.DELTA_BIAS_ABS)
+def test_probe_of_all_rows_counts_like_the_kernel(dtype: torch.dtype, numerics: Any, options: dict[str, Any]) -> None:
+    by_kernel, by_probe = count_by_kernel_and_probe(tensors(dtype), numerics=numerics, **options)
+    assert slot_values(by_kernel, Slot.TIED_ROWS_BF16).min() > 0
+    for slot in SAME_SLOTS:
+        np.testing.assert_allclose(
+            slot_values(by_probe, slot), slot_values(by_kernel, slot), rtol=2e-6, err_msg=slot.name
+        )
+    # The kernel reads the residual of O in 16 bits and the probe recomputes it, so they agree within its rounding.
+    total = slot_values(by_kernel, Slot.DELTA_BIAS_ABS)
     assert numerics != "kernel" or total.min() > 0
     for slot in (Slot.DELTA_BIAS_SUM, Slot.DELTA_BIAS_ABS):
         near = 0.01 * total + 1e-4
-        assert (np.abs(slot_values(theirs, slot) - slot_values(ours, slot)) <= near).all(), slot.name
+        assert (np.abs(slot_values(by_probe, slot) - slot_values(by_kernel, slot)) <= near).all(), slot.name
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": "bottom_right"}, {"window": (5, 2)}, {"causal": "top_left"}])
-def test_rows_of_packed_sequences_see_what_our_own_kernel_shows_them(options: dict[str, Any]) -> None:
+def test_probe_of_packed_sequences_counts_like_the_kernel(options: dict[str, Any]) -> None:
     ends: dict[str, Any] = {"cu_seqlens_q": torch.tensor([0, 3, 11, 20]), "cu_seqlens_k": torch.tensor([0, 7, 9, 22])}
     packed = {name: each.int() for name, each in ends.items()} | {"max_seqlen_q": 9, "max_seqlen_k": 13}
     operands = (x[:1] for x in tensors(torch.float64))
-    ours, theirs = by_our_kernel_and_by_the_probe(operands, packed=packed, numerics="float64", **options)
-    for slot in SAME:
-        np.testing.assert_allclose(slot_values(theirs, slot), slot_values(ours, slot), rtol=1e-12)
-    assert slot_values(theirs, Slot.EMPTY_ROWS).min() >= 4  # behind the last sequence
+    by_kernel, by_probe = count_by_kernel_and_probe(operands, packed=packed, numerics="float64", **options)
+    for slot in SAME_SLOTS:
+        np.testing.assert_allclose(slot_values(by_probe, slot), slot_values(by_kernel, slot), rtol=1e-12)
+    assert slot_values(by_probe, Slot.EMPTY_ROWS).min() >= 4  # after the last sequence
 
 
-def test_the_bias_is_that_of_the_users_own_output() -> None:
+def test_delta_bias_is_computed_from_the_given_output() -> None:
     query, key, value, grad = tensors(torch.float64, kv_heads=4)
     out = (query @ key.mT / 4).softmax(-1) @ value
-    wrong = (out + 0.25).bfloat16().double()  # under every numerics the bias is that of O in 16 bits
-    words = probed(query, key, value, grad, wrong, Sampling(EVERY_ROW), numerics="float64")
-    truth = (grad * (wrong - out)).sum((0, 2, 3))
-    np.testing.assert_allclose(slot_values(words, Slot.DELTA_BIAS_SUM), truth, rtol=1e-9)
+    wrong_out = (out + 0.25).bfloat16().double()  # in all numerics, the bias is that of O in 16 bits
+    words = probed(query, key, value, grad, wrong_out, Sampling(EVERY_ROW), numerics="float64")
+    expected = (grad * (wrong_out - out)).sum((0, 2, 3))
+    np.testing.assert_allclose(slot_values(words, Slot.DELTA_BIAS_SUM), expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
-def test_rows_are_not_finite_by_their_input_their_output_or_the_gradient(dropout_p: float) -> None:
+def test_nonfinite_rows_are_counted_by_input_output_and_gradient(dropout_p: float) -> None:
     query, key, value, grad = tensors(torch.float32, kv_heads=4)
     query[0, 1, 3] = math.nan
     value[1, 1, 5] = math.inf
     grad[2, 2, 7] = math.inf
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
-    out[1, 3, 2, 0] = math.nan  # as a broken kernel gives
+    out[1, 3, 2, 0] = math.nan  # like a broken kernel
     words = probed(query, key, value, grad, out, Sampling(EVERY_ROW), numerics="float32", dropout_p=dropout_p)
     rows = query.shape[2]
     assert slot_values(words, Slot.NONFINITE_ROWS).tolist() == [0, 1 + rows, 1, 1]
@@ -110,18 +110,18 @@ def test_rows_are_not_finite_by_their_input_their_output_or_the_gradient(dropout
     assert np.isfinite([slot_values(words, slot) for slot in SUM_SLOTS]).all()
 
 
-def test_a_captured_step_measures_fewer_rows_since_each_replay_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_step_measures_fewer_rows_because_each_replay_does(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value, grad = tensors(torch.float32)
     arguments = query, key, value, grad, grad
     assert slot_values(probed(*arguments, Sampling(12, 4), numerics="float32"), Slot.ROWS).tolist() == [12] * 4
     monkeypatch.setattr("foreshock.monitor.attention.probe._capturing", lambda query: True)
-    unasked = Sampling(12, 4, due=False)
-    assert slot_values(probed(*arguments, unasked, numerics="float32"), Slot.ROWS).tolist() == [3] * 4
-    assert unasked.captured
+    not_due = Sampling(12, 4, due=False)
+    assert slot_values(probed(*arguments, not_due, numerics="float32"), Slot.ROWS).tolist() == [3] * 4
+    assert not_due.captured
 
 
 @pytest.mark.parametrize("bounds", [(None, None), (torch.tensor([0, 3, 8], dtype=torch.int32),) * 2])
-def test_the_operator_declares_what_it_does(bounds: Any) -> None:
+def test_probe_operator_passes_opcheck(bounds: Any) -> None:
     query, key, value, grad = tensors(torch.float32, length=8)
     state, tick = new_state(4), new_ticks(1, torch.device("cpu"))[0].clone()
     number = start_sampling(Sampling(3))
@@ -135,11 +135,9 @@ def test_the_operator_declares_what_it_does(bounds: Any) -> None:
 
 
 @pytest.mark.parametrize(("count", "batch", "queries"), [(20, 3, 24), (70, 3, 24), (33, 7, 5), (40, 5, 30)])
-def test_every_row_has_an_equal_chance_and_each_stretch_of_a_sequence_gives_one(
-    count: int, batch: int, queries: int
-) -> None:
+def test_rows_are_sampled_uniformly_and_stratified_along_the_sequence(count: int, batch: int, queries: int) -> None:
     entries, of_each = sizes(count, batch, queries)
-    ticks, seen = 3000, np.zeros((batch, queries))
+    ticks, hits = 3000, np.zeros((batch, queries))
     tick = new_ticks(3, torch.device("cpu"))[2]
     for _ in range(ticks):
         entry, row = (x.numpy() for x in chosen_rows(tick, count, batch, queries))
@@ -147,15 +145,15 @@ def test_every_row_has_an_equal_chance_and_each_stretch_of_a_sequence_gives_one(
         stretch = np.arange(of_each) * queries / of_each
         assert (row >= np.floor(stretch)).all()
         assert (row < np.ceil(stretch + queries / of_each)).all()
-        np.add.at(seen, (entry[:, None], row), 1)
+        np.add.at(hits, (entry[:, None], row), 1)
         tick += 1
     expected = ticks * entries * of_each / (batch * queries)
-    spread = np.abs(seen - expected) / np.sqrt(expected)
-    assert spread.max() < 4.5
-    assert (seen.sum(1) - expected * queries).max() <= 6 * np.sqrt(ticks) * of_each
+    deviation = np.abs(hits - expected) / np.sqrt(expected)
+    assert deviation.max() < 4.5
+    assert (hits.sum(1) - expected * queries).max() <= 6 * np.sqrt(ticks) * of_each
 
 
-def test_no_two_layers_and_no_two_steps_draw_the_same_numbers() -> None:
+def test_layers_and_steps_draw_different_random_numbers() -> None:
     index = torch.arange(64)
     draws = [drawn(tick * 64 + index) for first in new_ticks(2, torch.device("cpu")) for tick in (first, first + 1)]
     numbers = torch.cat(draws).tolist()
@@ -163,7 +161,7 @@ def test_no_two_layers_and_no_two_steps_draw_the_same_numbers() -> None:
 
 
 @pytest.mark.parametrize("rows", [20, 40, EVERY_ROW])
-@pytest.mark.parametrize("held", [4 * 24 * 4 * 7, 4 * 24 * 4 * 40, 1])
+@pytest.mark.parametrize("held_bytes", [4 * 24 * 4 * 7, 4 * 24 * 4 * 40, 1])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "options"),
     [
@@ -172,25 +170,25 @@ def test_no_two_layers_and_no_two_steps_draw_the_same_numbers() -> None:
         (3, 1, {"causal": "bottom_right", "scale": 0.3, "softcap": 12.0}),
     ],
 )
-def test_rows_are_measured_a_part_at_a_time_to_the_same_counts(
-    monkeypatch: pytest.MonkeyPatch, held: int, rows: int, heads: int, kv_heads: int, options: dict[str, Any]
+def test_chunk_size_does_not_change_the_statistics(
+    monkeypatch: pytest.MonkeyPatch, held_bytes: int, rows: int, heads: int, kv_heads: int, options: dict[str, Any]
 ) -> None:
     arguments = tensors(torch.float64, heads=heads, kv_heads=kv_heads, seed=rows, offset=0.0)
     sampling = Sampling(rows, strict=True)
-    whole = probed(*arguments, arguments[0], sampling, 2, numerics="float64", **options)
-    monkeypatch.setattr("foreshock.monitor.attention.probed_rows.HELD_BYTES", held)
-    parts = probed(*arguments, arguments[0], sampling, 2, numerics="float64", **options)
-    assert slot_values(whole, Slot.ROWS).min() > 0
+    at_once = probed(*arguments, arguments[0], sampling, 2, numerics="float64", **options)
+    monkeypatch.setattr("foreshock.monitor.attention.probed_rows.HELD_BYTES", held_bytes)
+    in_parts = probed(*arguments, arguments[0], sampling, 2, numerics="float64", **options)
+    assert slot_values(at_once, Slot.ROWS).min() > 0
     for slot in Slot:
         np.testing.assert_allclose(
-            slot_values(parts, slot), slot_values(whole, slot), rtol=1e-11, atol=1e-11, err_msg=slot.name
+            slot_values(in_parts, slot), slot_values(at_once, slot), rtol=1e-11, atol=1e-11, err_msg=slot.name
         )
 
 
-class Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Numbers that operations wrote, and bytes of the largest tensor among them."""
+class CountWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the numbers that operations write, and the bytes of the largest tensor."""
 
-    numbers = most_bytes = 0
+    numbers = largest_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = func(*args, **(kwargs or {}))
@@ -198,48 +196,48 @@ class Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for out in outputs:
             if isinstance(out, Tensor) and not func.is_view:
                 self.numbers += out.numel()
-                self.most_bytes = max(self.most_bytes, out.nbytes)
+                self.largest_bytes = max(self.largest_bytes, out.nbytes)
         return given
 
 
 @pytest.mark.parametrize(("dtype", "numerics"), [(torch.bfloat16, "kernel"), (torch.float32, "float32")])
-def test_what_is_held_is_bounded_however_many_rows_are_asked_for(dtype: torch.dtype, numerics: Any) -> None:
+def test_temporary_memory_is_bounded_for_any_number_of_rows(dtype: torch.dtype, numerics: Any) -> None:
     query, key, value, grad = (x[:2].repeat(1, 1, 90, 1) for x in tensors(dtype, heads=4, kv_heads=2))  # 2160 tokens
     state, tick = new_state(4), new_ticks(1, query.device)[0]
     number = start_sampling(Sampling(EVERY_ROW, strict=True))
     spec = AttentionSpec(0.25, "top_left", numerics=numerics).text
     try:
-        with Written() as written:  # type: ignore[no-untyped-call]
+        with CountWrites() as written:  # type: ignore[no-untyped-call]
             probe_rows(grad, grad, query, key, value, None, None, None, state, tick, None, number, spec)
     finally:
         stop_sampling(number)
     assert slot_values(state.numpy(), Slot.ROWS).tolist() == [2 * 2160] * 4
-    assert written.most_bytes <= HELD_BYTES
+    assert written.largest_bytes <= HELD_BYTES
 
 
 SHARE = 0.05
-"""Of a step's products at most, in the mean of all steps."""
+"""The probe's maximal share of a step's FLOPs, averaged over all steps."""
 PASSES = 20
-"""Numbers that are written for each score and each feature of a measured row, at most."""
+"""The maximal count of numbers written for each score and feature of a measured row."""
 
 
 def step(model: TinyGPT, ids: Tensor) -> tuple[int, int]:
-    """Floating-point operations of a forward and backward's matrix products, and numbers written."""
-    with FlopCounterMode(display=False) as flops, Written() as written:  # type: ignore[no-untyped-call]
+    """FLOPs of the matrix products in a forward and backward, and the count of numbers written."""
+    with FlopCounterMode(display=False) as flops, CountWrites() as written:  # type: ignore[no-untyped-call]
         loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
     return flops.get_total_flops(), written.numbers
 
 
 @pytest.mark.parametrize(("width", "heads", "rows", "length"), [(192, 6, 4, 63), (128, 2, 2, 512)])
-def test_at_the_defaults_a_probe_takes_a_twentieth_of_the_products_of_a_step_at_most_and_few_passes_over_its_scores(
+def test_probe_costs_at_most_5_percent_of_flops_by_default(
     monkeypatch: pytest.MonkeyPatch, width: int, heads: int, rows: int, length: int
 ) -> None:
-    monkeypatch.setattr(probe, "_operator", probe.probe_rows)  # what happens inside an operator is not seen
+    monkeypatch.setattr(probe, "_operator", probe.probe_rows)  # dispatch modes do not see inside operators
     ids = torch.randint(48, (rows, length), generator=torch.Generator().manual_seed(0))
 
     class Block(torch.nn.Module):
-        """Attention and the layers that follow it."""
+        """A transformer block."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -256,14 +254,14 @@ def test_at_the_defaults_a_probe_takes_a_twentieth_of_the_products_of_a_step_at_
     plain_flops, plain_written = step(model, ids)
     every = AgentConfig().stride
     with attach(model, run="cost", attention="keep", quiet=True, strict=True) as agent:
-        compared_flops, compared_written = step(model, ids)  # the first step is measured, and its gradients compared
+        compared_flops, compared_written = step(model, ids)  # the first step is measured, and its gradients are checked
         agent.step()
         model.zero_grad()
         other_flops, other_written = step(model, ids)
     with attach(model, run="cost", attention="keep", quiet=True, strict=True) as agent:
         agent._attached.sampling.gradients = False
         flops, written = step(model, ids)
-    # Of each head of its one layer the sum of some numbers of the output, and their sum.
+    # An unmeasured step writes one sum per head, and their sum.
     assert (other_flops, other_written - plain_written) == (plain_flops, rows * heads + 1)
     mean_flops = flops - plain_flops + (compared_flops - flops) / GRADIENTS_EVERY
     assert 0 < mean_flops <= SHARE * every * plain_flops
@@ -286,23 +284,23 @@ def test_at_the_defaults_a_probe_takes_a_twentieth_of_the_products_of_a_step_at_
 @pytest.mark.parametrize(
     ("dtype", "numerics", "rtol"), [(torch.float64, "float64", 1e-12), (torch.bfloat16, "kernel", 3e-6)]
 )
-def test_entropies_are_those_of_a_float64_loop(
+def test_entropies_equal_a_float64_reference(
     dtype: torch.dtype, numerics: Any, rtol: float, options: dict[str, Any]
 ) -> None:
     query, key, value, grad = (x[:1] for x in tensors(dtype, length=12))
     words = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), numerics=numerics, **options)
     softcap = options.get("softcap", 0.0)
-    seen = visible(12, 12, options.get("causal", "none"), options.get("window", (-1, -1)))
-    assert_counts(words, truth(scores_of(query, key, seen, softcap=softcap)), rtol, *ENTROPY)
-    alike = probed(torch.zeros_like(query), key, value, grad, grad, Sampling(EVERY_ROW), numerics=numerics, **options)
-    most = slot_values(alike, Slot.ENTROPY_SUM)  # scores that are all 0 look at every key alike
+    hits = visible(12, 12, options.get("causal", "none"), options.get("window", (-1, -1)))
+    assert_counts(words, reference_statistics(scores_of(query, key, hits, softcap=softcap)), rtol, *ENTROPY)
+    uniform = probed(torch.zeros_like(query), key, value, grad, grad, Sampling(EVERY_ROW), numerics=numerics, **options)
+    most = slot_values(uniform, Slot.ENTROPY_SUM)  # zero scores give uniform attention
     np.testing.assert_allclose(slot_values(words, Slot.MOST_ENTROPY_SUM), most, rtol=3e-6)
 
 
 ENTROPY = (Slot.ENTROPY_ROWS, Slot.ENTROPY_SUM)
 
 
-def test_a_mean_is_of_the_rows_that_were_sampled_alone() -> None:
+def test_mean_entropy_uses_sampled_rows_only() -> None:
     query, key, value, grad = tensors(torch.float32)
     state = new_state(4)
     out: Tensor = flash_attention(query.clone().requires_grad_(), key, value, state=state, numerics="float32")
@@ -311,7 +309,7 @@ def test_a_mean_is_of_the_rows_that_were_sampled_alone() -> None:
     assert slot_values(counted, Slot.ROWS).min() > 0
     assert np.isnan(read("head.entropy", counted)).all()
     sampled = probed(query, key, value, grad, grad, Sampling(EVERY_ROW), numerics="float32")
-    older = fitted(sampled[:, : Slot.ENTROPY_ROWS])
-    assert np.isnan(read("head.entropy", older)).all()
-    merged = merge_words([counted, sampled, older])
+    without_entropy = fitted(sampled[:, : Slot.ENTROPY_ROWS])
+    assert np.isnan(read("head.entropy", without_entropy)).all()
+    merged = merge_words([counted, sampled, without_entropy])
     np.testing.assert_array_equal(read("head.entropy", merged), read("head.entropy", sampled))

@@ -1,4 +1,4 @@
-"""A saved state resumes a run; one that cannot be used stops no training, and nothing of it is taken up by half."""
+"""A saved state resumes a run. An unusable state is rejected as a whole or in part, and training continues."""
 
 import functools
 import json
@@ -18,14 +18,14 @@ from foreshock.monitor.callbacks.torchtitan import watch
 from foreshock.monitor.checkpoints import second_name
 from foreshock.monitor.detect.run_state import LAYOUT
 
-QUICK: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {
     "sample_every_steps": 1, "quiet": True, "url": None, "policy": "auto",
 }  # fmt: skip
 
 
 @functools.cache
-def _saved() -> str:
-    with attach(tiny_gpt(), **QUICK) as agent:
+def _saved_json() -> str:
+    with attach(tiny_gpt(), **SETTINGS) as agent:
         for _ in range(5):
             agent.step(1.0)
         agent.set_mode([(0, 1)], "exact_delta", "a person")
@@ -33,12 +33,12 @@ def _saved() -> str:
 
 
 BLOCK = wire.Array.of(np.zeros((2, 3))).model_dump()
-"""Of three heads."""
+"""A block of three heads."""
 
 
 def saved_state() -> dict[str, Any]:
-    """Each time anew, to be changed."""
-    saved: dict[str, Any] = json.loads(_saved())
+    """A fresh copy that the caller may change."""
+    saved: dict[str, Any] = json.loads(_saved_json())
     return saved
 
 
@@ -54,8 +54,8 @@ def with_changes(*path: str, value: Any) -> dict[str, Any]:
     return saved
 
 
-def goes_on(agent: Agent) -> wire.Sample:
-    """The first sample of a training that goes on at step 5."""
+def first_sample_after_resume(agent: Agent) -> wire.Sample:
+    """The first sample of a training that resumes after step 5."""
     listener = Listener()
     agent.subscribe(listener)
     for step in (6, 7):
@@ -85,18 +85,18 @@ WRONG = [
 
 
 @pytest.mark.promise("A15")
-@pytest.mark.parametrize(("path", "value", "why"), WRONG)
-def test_a_state_that_is_damaged_or_of_another_model_leaves_everything_as_it_was(
-    path: tuple[str, ...], value: Any, why: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("path", "value", "reason"), WRONG)
+def test_damaged_state_or_state_of_another_model_changes_nothing(
+    path: tuple[str, ...], value: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = with_changes(*path, value=value)
-    agent = attach(tiny_gpt(), **QUICK)
+    agent = attach(tiny_gpt(), **SETTINGS)
     take_up(agent, state, 5)
     assert set(agent.modes().values()) == {"plain"}
-    sample = goes_on(agent)
+    sample = first_sample_after_resume(agent)
     lines = refusals(caplog)
-    if path != ("step",):  # which is of no checkpoint of this step, and is not looked at
-        assert [why in line and "training continues" in line for line in lines] == [True]
+    if path != ("step",):  # a state without the checkpoint's step is skipped silently
+        assert [reason in line and "training continues" in line for line in lines] == [True]
     assert (sample.since_step, sample.step) == (5, 6)
 
 
@@ -117,46 +117,46 @@ def test_a_state_that_is_damaged_or_of_another_model_leaves_everything_as_it_was
         (("layout",), LAYOUT + 1),
     ],
 )
-def test_detectors_that_cannot_be_read_begin_anew_and_the_modes_of_the_heads_are_back(
+def test_unreadable_detectors_restart_while_the_modes_are_restored(
     path: tuple[str, ...], value: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = with_changes("detectors", *path, value=value)
-    agent = attach(tiny_gpt(), **QUICK)
+    agent = attach(tiny_gpt(), **SETTINGS)
     take_up(agent, state, 5)
     [line] = refusals(caplog)
     assert "the detectors start from zero; the modes of the heads are as saved" in line
     assert "\n" not in line
-    assert agent.state_dict()["switch"]["modes"] == [[0, 1, "exact_delta"]]  # it waits for the first step
-    with attach(tiny_gpt(), **QUICK) as fresh:
+    assert agent.state_dict()["switch"]["modes"] == [[0, 1, "exact_delta"]]  # applied at the first step
+    with attach(tiny_gpt(), **SETTINGS) as fresh:
         assert agent.detectors.state_dict() == fresh.detectors.state_dict()
-    assert goes_on(agent).since_step == 5
+    assert first_sample_after_resume(agent).since_step == 5
 
 
 @pytest.mark.promise("A15")
-def test_a_state_whose_detectors_an_earlier_version_saved_gives_back_its_modes_and_its_detectors_begin_anew(
+def test_state_of_an_earlier_version_restores_modes_and_restarts_detectors(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     state = json.loads((Path(__file__).parent / "agent_state_layout_1.json").read_text())
-    agent = attach(tiny_gpt(), **QUICK)
+    agent = attach(tiny_gpt(), **SETTINGS)
     agent.load_state_dict(state)
     [line] = refusals(caplog)
     assert f"the saved detectors have layout 1, this version reads layout {LAYOUT}" in line
     assert "\n" not in line
     assert (agent.run, agent.current_step) == ("saved-before", 5)
     assert agent.state_dict()["switch"]["modes"] == [[0, 1, "exact_delta"]]
-    with attach(tiny_gpt(), **QUICK) as fresh:
+    with attach(tiny_gpt(), **SETTINGS) as fresh:
         assert agent.detectors.state_dict() == fresh.detectors.state_dict()
-    assert goes_on(agent).since_step == 5
-    strict = attach(tiny_gpt(), strict=True, **QUICK)
+    assert first_sample_after_resume(agent).since_step == 5
+    strict = attach(tiny_gpt(), strict=True, **SETTINGS)
     with pytest.raises(ValueError, match="layout 1"):
         strict.load_state_dict(state)
     strict.close()
 
 
 @pytest.mark.promise("A15")
-def test_a_state_that_comes_after_a_step_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_load_state_dict_after_a_step_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     state = saved_state()
-    agent = attach(tiny_gpt(), **QUICK)
+    agent = attach(tiny_gpt(), **SETTINGS)
     agent.step(1.0)
     agent.load_state_dict(state)
     assert "it came after step 1; call it before the first step" in caplog.text
@@ -166,26 +166,26 @@ def test_a_state_that_comes_after_a_step_changes_nothing(caplog: pytest.LogCaptu
 
 @pytest.mark.promise("A15")
 @pytest.mark.parametrize("content", [b"", b'{"version": 1,', b"\xff\xfe", b"[1]", b"[" * 100_000, None])
-def test_a_damaged_file_is_named_and_the_next_one_is_read(
+def test_damaged_file_is_logged_and_the_next_one_is_read(
     tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own, first = tmp_path / "foreshock_1.json", tmp_path / "foreshock_0.json"
+    own_file, first = tmp_path / "foreshock_1.json", tmp_path / "foreshock_0.json"
     if content is not None:
-        own.write_bytes(content)
+        own_file.write_bytes(content)
     first.write_text('{"version": 1}')
-    assert read_state(own, first) == {"version": 1}
-    assert read_state(own) is None
-    assert (str(own) in caplog.text) == (content not in (None, b"[1]"))
+    assert read_state(own_file, first) == {"version": 1}
+    assert read_state(own_file) is None
+    assert (str(own_file) in caplog.text) == (content not in (None, b"[1]"))
 
 
-class Bucket(titan_shape.CheckpointManager):
-    """Checkpoints somewhere else; only steps matter."""
+class StepsOnlyCheckpointer(titan_shape.CheckpointManager):
+    """A checkpointer of a remote store that remembers only the last saved step."""
 
     last: ClassVar[int] = 0
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
         saved = curr_step % self.interval == 0
-        Bucket.last = curr_step if saved else self.last
+        StepsOnlyCheckpointer.last = curr_step if saved else self.last
         return saved
 
     def load(self, step: int = -1) -> bool:
@@ -194,17 +194,17 @@ class Bucket(titan_shape.CheckpointManager):
 
 
 @pytest.mark.promise("A15")
-def test_the_state_lies_in_the_remote_folder_of_torchtitan_and_is_back_from_there(
+def test_state_is_saved_to_and_restored_from_torchtitans_remote_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
     def trained(steps: int) -> Agent:
         trainer = titan_shape.Trainer(steps, tmp_path)
-        trainer.checkpointer = Bucket(trainer, tmp_path, 4)
+        trainer.checkpointer = StepsOnlyCheckpointer(trainer, tmp_path, 4)
         trainer.checkpointer.folder = "memory://bucket/run"
-        agent = watch(trainer, **QUICK)
-        if not Bucket.last:
+        agent = watch(trainer, **SETTINGS)
+        if not StepsOnlyCheckpointer.last:
             agent.set_mode([(0, 1)], "exact_delta", "a person")
         trainer.train()
         trainer.close()
@@ -222,14 +222,14 @@ def test_the_state_lies_in_the_remote_folder_of_torchtitan_and_is_back_from_ther
 
 
 @pytest.mark.promise("A17")
-def test_a_link_in_the_place_of_the_unfinished_file_is_not_followed(tmp_path: Path) -> None:
-    precious, path = tmp_path / "checkpoint.pt", tmp_path / "foreshock_0.json"
-    precious.write_text("precious")
-    (tmp_path / "foreshock_0.json.unfinished").symlink_to(precious)
+def test_symlink_in_place_of_the_unfinished_file_is_not_followed(tmp_path: Path) -> None:
+    target, path = tmp_path / "checkpoint.pt", tmp_path / "foreshock_0.json"
+    target.write_text("unchanged")
+    (tmp_path / "foreshock_0.json.unfinished").symlink_to(target)
     with attach(tiny_gpt(), quiet=True) as agent:
         write_state(agent, path)
         saved = read_state(path)
         assert saved is not None
         assert saved["run"] == agent.run
-    assert precious.read_text() == "precious"
+    assert target.read_text() == "unchanged"
     assert not path.is_symlink()

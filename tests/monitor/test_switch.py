@@ -1,4 +1,4 @@
-"""Policies, switches and commands: who changes a head's mode, when, why not, and that each command is answered once."""
+"""Policies, switches and commands: what changes a head's mode and when, refusals, and one answer per command."""
 
 import json
 import time
@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.monitor.doubles import Listener, ScriptedDetectors, verdict
-from tests.monitor.executions import EVERY_STEP
+from tests.monitor.execution_modes import EVERY_STEP
 from tests.monitor.tiny_models import CausalSelfAttention, TinyGPT, tiny_gpt
-from tests.monitor.watching import listening, train
+from tests.monitor.watched_training import listening, train
 from torch import Tensor, nn
 
 from foreshock.contract import wire
@@ -24,14 +24,14 @@ from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 from foreshock.monitor.console import ConsoleReporter
 from foreshock.monitor.switching import AT_ONCE, MAX_ANSWERED, MAX_WAITING, Switchboard
 
-QUICK: dict[str, Any] = {"sample_every_steps": 1, "strict": True, "quiet": True}
+SETTINGS: dict[str, Any] = {"sample_every_steps": 1, "strict": True, "quiet": True}
 HEADS = [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-OF_ITS_HEAD: dict[str, Any] = {"switch_scope": "head", "mitigation": "exact_delta"}
+HEAD_SCOPE: dict[str, Any] = {"switch_scope": "head", "mitigation": "exact_delta"}
 
 
-def board() -> tuple[Switchboard, torch.Tensor]:
+def new_switchboard() -> tuple[Switchboard, torch.Tensor]:
     modes = torch.zeros(4, dtype=torch.int32)
     ids = iter(range(10**6))
     return Switchboard(HEADS, modes, lambda: f"id-{next(ids)}"), modes
@@ -54,8 +54,8 @@ def run(
     standing: Sequence[wire.Verdict] = (),
     **settings: Any,
 ) -> tuple[Agent, Listener]:
-    """Some steps under an agent whose detectors follow a script, also once a saved state is loaded."""
-    agent = attach(model, **{**QUICK, **settings})
+    """Trains under an agent with scripted detectors, after loading the saved state if given."""
+    agent = attach(model, **{**SETTINGS, **settings})
     listener = Listener()
     agent.subscribe(listener)
     detectors = agent.detectors = ScriptedDetectors(4, script)
@@ -68,33 +68,35 @@ def run(
 
 @pytest.mark.parametrize("quiet", [True, False])
 @pytest.mark.parametrize("attention", ["keep", "kernels"])
-def test_what_a_person_had_switched_and_undone_is_a_line_of_the_log_with_who_why_and_the_step(
+def test_manual_switches_are_logged_with_person_reason_and_step(
     attention: str, quiet: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_gpt()
-    agent = attach(model, **{**QUICK, "attention": attention, "quiet": quiet})
+    agent = attach(model, **{**SETTINGS, "attention": attention, "quiet": quiet})
     waiting: list[wire.Command] = []
     monkeypatch.setattr(agent._outbox, "commands", lambda: [waiting.pop()] if waiting else [])
-    by_hand = {
-        2: command(), 4: command(id="c2", mode="plain", reason="it was the data"),
+    commands_by_step = {
+        2: command(), 4: command(id="c2", mode="plain", reason="bad data"),
         6: command(id="c3", mode="exact_delta", expires_step=1), 7: command(id="c4", dry_run=True),
     }  # fmt: skip
     for step in range(1, 10):
-        waiting += [by_hand[step]] if step in by_hand else []
+        waiting += [commands_by_step[step]] if step in commands_by_step else []
         train(agent, model, [step])
     agent.set_mode([(0, 0), (0, 1)], "plain", "after a look at the loss")
     agent.close()
-    said = [record.message for record in caplog.records if record.name == "foreshock" and "switch" in record.message]
-    assert [line.partition(": ")[2].partition(": ")[2] for line in said] == [
+    messages = [
+        record.message for record in caplog.records if record.name == "foreshock" and "switch" in record.message
+    ]
+    assert [line.partition(": ")[2].partition(": ")[2] for line in messages] == [
         "1 head switched to exact_delta: ada: a person asked",
-        "1 head switched to plain: ada: it was the data",
+        "1 head switched to plain: ada: bad data",
         "the order to switch 1 head was expired: expired at step 1; this run is at step 6",
         "2 heads switched to plain: after a look at the loss",
     ]
-    assert [line.partition(": ")[2].partition(": ")[0] for line in said] == ["step 2", "step 4", "step 6", "step 9"]
+    assert [line.partition(": ")[2].partition(": ")[0] for line in messages] == ["step 2", "step 4", "step 6", "step 9"]
 
 
-def test_the_log_counts_each_head_that_is_proposed_once_however_often_it_is() -> None:
+def test_log_counts_each_proposed_head_once() -> None:
     console = ConsoleReporter(AgentConfig(url=None, policy="approve"), [])
     proposed: dict[str, Any] = {"id": "s", "step": 9, "verdict": "v", "before": ("plain",), "reason": "r"}
     proposed["after"] = ("row_corrected",)
@@ -107,9 +109,9 @@ def test_the_log_counts_each_head_that_is_proposed_once_however_often_it_is() ->
     assert console.switched(tenth)[0].startswith("foreshock: step 9: 10 heads are proposed")
 
 
-def test_auto_switches_the_named_head_at_the_next_boundary_and_the_kernel_sees_it() -> None:
+def test_auto_switches_the_warned_head_after_the_next_step() -> None:
     model = tiny_gpt()
-    agent, listener = run(model, {2: [verdict(1, 0)]}, 4, policy="auto", **OF_ITS_HEAD)
+    agent, listener = run(model, {2: [verdict(1, 0)]}, 4, policy="auto", **HEAD_SCOPE)
     (switched,) = listener.of(wire.Switched)
     assert (switched.step, switched.outcome, switched.heads) == (3, "applied", ((1, 0),))
     assert agent.modes() == {(0, 0): "plain", (0, 1): "plain", (1, 0): "exact_delta", (1, 1): "plain"}
@@ -120,7 +122,7 @@ def test_auto_switches_the_named_head_at_the_next_boundary_and_the_kernel_sees_i
     assert modes == [[0] * 4, [0] * 4, [0] * 4, [0, 0, 1, 0]]
 
 
-def test_a_policy_gives_a_head_that_was_switched_back_its_mitigation_only_after_a_new_warning() -> None:
+def test_policy_switches_a_held_head_only_after_a_new_warning() -> None:
     first, _ = run(tiny_gpt(), {}, 1)
     saved = first.state_dict()
     first.close()
@@ -133,7 +135,7 @@ def test_a_policy_gives_a_head_that_was_switched_back_its_mitigation_only_after_
     assert switched[1].step > switched[0].step
 
 
-def test_every_step_is_sampled_while_the_cause_of_a_drift_is_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_is_sampled_while_a_drift_is_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AgentConfig, "close_watch_steps", 3)
     model = tiny_gpt()
     agent, listener = run(model, {}, 0, sample_every_steps=4)
@@ -142,10 +144,10 @@ def test_every_step_is_sampled_while_the_cause_of_a_drift_is_undecided(monkeypat
     agent.close()
     samples = listener.of(wire.Sample)
     assert [s.step for s in samples] == [1, *range(3, 11), 12, 16]
-    assert all(slot_values(s.words(), Slot.ROWS).min() > 0 for s in samples), "and measured"
+    assert all(slot_values(s.words(), Slot.ROWS).min() > 0 for s in samples), "each sample contains rows"
 
 
-def test_auto_switches_all_heads_once_at_the_first_warnings_unless_told_otherwise() -> None:
+def test_auto_switches_all_heads_once_by_default() -> None:
     warned = {2: [verdict(1, 0), verdict(0, 1)], 3: [verdict(0, 0)]}
     agent, listener = run(tiny_gpt(), warned, 5, policy="auto", attention="kernels")
     agent.close()
@@ -154,8 +156,8 @@ def test_auto_switches_all_heads_once_at_the_first_warnings_unless_told_otherwis
     assert set(agent.modes().values()) == {DEFAULT_MITIGATION}
 
 
-def test_a_command_is_applied_once_however_often_it_is_delivered() -> None:
-    switchboard, modes = board()
+def test_command_is_applied_once_if_delivered_twice() -> None:
+    switchboard, modes = new_switchboard()
     first = switchboard.obey(command(), step=5, unix_seconds=0)
     assert first is not None
     assert (first.outcome, first.command, first.reason) == ("applied", "c1", "ada: a person asked")
@@ -164,8 +166,8 @@ def test_a_command_is_applied_once_however_often_it_is_delivered() -> None:
     assert modes.tolist() == [0, 0, 0, 0]
 
 
-def test_a_head_that_a_command_switched_back_is_held_until_a_command_switches_it_again() -> None:
-    switchboard, _ = board()
+def test_head_switched_back_by_command_is_held_until_the_next_command() -> None:
+    switchboard, _ = new_switchboard()
     switchboard.switch([(1, 0), (1, 1)], "exact_delta", step=4, reason="policy auto")
     assert switchboard.held == set()
     switchboard.obey(command(id="try", mode="plain", dry_run=True), step=5, unix_seconds=0)
@@ -173,13 +175,13 @@ def test_a_head_that_a_command_switched_back_is_held_until_a_command_switches_it
     switchboard.obey(command(id="undo", mode="plain"), step=5, unix_seconds=0)
     assert switchboard.held == {(1, 0)}
     saved = json.loads(json.dumps(switchboard.state_dict()))
-    resumed, _ = board()
+    resumed, _ = new_switchboard()
     resumed.load_state_dict(saved)
     assert resumed.held == {(1, 0)}
-    resumed.load_state_dict({"modes": [], "answered": []})  # of a version that held nothing
+    resumed.load_state_dict({"modes": [], "answered": []})  # a state without held heads, from an earlier version
     switchboard.obey(command(id="again"), step=6, unix_seconds=0)
     switchboard.obey(command(id="more", mode="exact_delta+paper_softmax"), step=7, unix_seconds=0)
-    assert switchboard.held == set(), "nothing was taken from it"
+    assert switchboard.held == set(), "the head was switched again"
 
 
 @pytest.mark.parametrize(
@@ -196,10 +198,10 @@ def test_a_head_that_a_command_switched_back_is_held_until_a_command_switches_it
         ({"dry_run": True}, "dry_run", "dry run: a person asked"),
     ],
 )
-def test_a_command_that_must_not_act_is_answered_and_changes_nothing(
+def test_invalid_expired_or_dry_run_command_is_answered_and_changes_nothing(
     changes: dict[str, Any], outcome: str, reason: str
 ) -> None:
-    switchboard, modes = board()
+    switchboard, modes = new_switchboard()
     answer = switchboard.obey(command(**changes), step=5, unix_seconds=100.0)
     assert answer is not None
     assert answer.outcome == outcome
@@ -207,8 +209,8 @@ def test_a_command_that_must_not_act_is_answered_and_changes_nothing(
     assert modes.tolist() == [0, 0, 0, 0]
 
 
-def test_an_order_of_another_kind_is_carried_out_once_by_what_knows_it_and_changes_no_mode() -> None:
-    switchboard, modes = board()
+def test_registered_action_runs_once_per_command_and_changes_no_mode() -> None:
+    switchboard, modes = new_switchboard()
     saved: list[int] = []
 
     def save(order: wire.Command, step: int) -> None:
@@ -237,47 +239,47 @@ def test_an_order_of_another_kind_is_carried_out_once_by_what_knows_it_and_chang
     assert (saved, modes.tolist()) == ([5], [0] * 4)
 
 
-def test_a_command_naming_heads_of_other_ranks_is_applied_to_those_that_are_here() -> None:
-    switchboard, modes = board()
+def test_command_with_heads_of_other_ranks_applies_to_local_heads() -> None:
+    switchboard, modes = new_switchboard()
     answer = switchboard.obey(command(heads=((1, 0), (1, 9))), step=5, unix_seconds=0)
     assert answer is not None
     assert answer.heads == ((1, 0),)
     assert modes.tolist() == [0, 0, 1, 0]
 
 
-def test_an_order_waits_until_each_of_its_heads_is_served_and_is_answered_with_the_first() -> None:
-    switchboard, _ = board()
-    served = {2}
-    switchboard.runs_on_kernels = lambda row: row in served
+def test_command_waits_until_its_heads_run_on_kernels_and_is_answered_once() -> None:
+    switchboard, _ = new_switchboard()
+    rows_on_kernels = {2}
+    switchboard.runs_on_kernels = lambda row: row in rows_on_kernels
     assert switchboard.obey(command(heads=((0, 1), (1, 0), (1, 1))), step=1, unix_seconds=0) is None
     switchboard.why_refused = lambda row, mode: "it passes a mask" if row == 1 else None
     [first] = switchboard.settle(1, 2, 0)
     assert (first.command, first.heads, "it passes a mask" in first.reason) == ("c1", ((1, 0),), True)
-    served.add(3)
+    rows_on_kernels.add(3)
     assert [(each.command, each.heads) for each in switchboard.settle(2, 3, 0)] == [(None, ((1, 1),))]
 
 
-def test_an_order_that_waits_keeps_the_heads_that_a_later_one_does_not_take() -> None:
-    switchboard, modes = board()
-    served = False
-    switchboard.runs_on_kernels = lambda row: served
+def test_waiting_command_keeps_heads_that_later_commands_do_not_name() -> None:
+    switchboard, modes = new_switchboard()
+    on_kernels = False
+    switchboard.runs_on_kernels = lambda row: on_kernels
     assert switchboard.obey(command(heads=((1, 0), (1, 1))), step=1, unix_seconds=0) is None
     assert switchboard.obey(command(id="c2", mode="row_corrected"), step=1, unix_seconds=0) is None
-    served = True
-    told = {each.command: (each.outcome, each.heads) for each in switchboard.settle(1, 2, 0)}
-    assert told == {"c1": ("applied", ((1, 1),)), "c2": ("applied", ((1, 0),))}
+    on_kernels = True
+    answers = {each.command: (each.outcome, each.heads) for each in switchboard.settle(1, 2, 0)}
+    assert answers == {"c1": ("applied", ((1, 1),)), "c2": ("applied", ((1, 0),))}
     assert modes.tolist() == [0, 0, int(Mode.ROW_CORRECTED), int(Mode.EXACT_DELTA)]
 
 
-def test_a_head_that_was_switched_before_a_state_is_loaded_keeps_its_mode() -> None:
-    switchboard, modes = board()
+def test_head_switched_before_load_state_dict_keeps_its_mode() -> None:
+    switchboard, modes = new_switchboard()
     switchboard.switch([(1, 0)], "row_corrected", step=0, reason="a person")
     switchboard.load_state_dict({"modes": [[1, 0, "exact_delta"], [0, 0, "exact_delta"]], "answered": []})
     assert modes.tolist() == [int(Mode.EXACT_DELTA), 0, int(Mode.ROW_CORRECTED), 0]
 
 
-def test_the_memory_of_answered_commands_is_bounded() -> None:
-    switchboard, _ = board()
+def test_number_of_remembered_commands_is_bounded() -> None:
+    switchboard, _ = new_switchboard()
     for number in range(MAX_ANSWERED + 10):
         switchboard.obey(command(id=f"c{number}"), step=1, unix_seconds=0)
     assert len(switchboard.state_dict()["answered"]) == MAX_ANSWERED
@@ -294,7 +296,7 @@ def test_the_memory_of_answered_commands_is_bounded() -> None:
         ([], "row_corrected", r"no heads were given; give \(layer, head\) pairs"),
     ],
 )
-def test_a_person_or_a_checkpoint_that_gives_a_wrong_mode_or_no_head_gets_a_sentence(
+def test_unknown_mode_or_head_is_rejected_with_a_clear_message(
     heads: Any, mode: str, sentence: str, agent: Agent, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
@@ -307,21 +309,21 @@ def test_a_person_or_a_checkpoint_that_gives_a_wrong_mode_or_no_head_gets_a_sent
 
 
 @pytest.mark.parametrize("attention", ["kernels", "keep"])
-def test_modes_answers_and_detector_state_are_back_with_the_first_step_of_a_resumed_run(attention: Any) -> None:
+def test_resumed_run_restores_modes_and_detector_state(attention: Any) -> None:
     agent, _ = run(tiny_gpt(), {}, 5, sample_every_steps=3, attention=attention)
     agent.set_mode([(0, 1)], "exact_delta+paper_softmax", "a person")
     saved = json.loads(json.dumps(agent.state_dict()))
     agent.close()
     model = tiny_gpt()
-    resumed = attach(model, **QUICK, attention=attention)
+    resumed = attach(model, **SETTINGS, attention=attention)
     listener = Listener()
     resumed.subscribe(listener)
     detectors = resumed.detectors = ScriptedDetectors(4)
     resumed.load_state_dict(saved)
     both = "exact_delta+paper_softmax"
-    assert resumed.modes()[(0, 1)] == (both if attention == "kernels" else "plain")  # until a step shows it
+    assert resumed.modes()[(0, 1)] == (both if attention == "kernels" else "plain")  # applied once a step has run
     assert model.blocks[0].__dict__[LAYER_ATTRIBUTE].modes.tolist() == [0, int(parse_mode(both))]
-    assert detectors.loaded == {"seen": 3}  # the samples at 1 and 4, and the one the checkpoint took at 5
+    assert detectors.loaded == {"seen": 3}  # the samples at steps 1 and 4, and one for the checkpoint at step 5
     train(resumed, model, [5])
     assert resumed.modes()[(0, 1)] == both
     assert [s.modes.numpy().tolist() for s in listener.of(wire.Sample) if s.modes is not None][:1] != [[0] * 4]
@@ -332,26 +334,26 @@ def test_modes_answers_and_detector_state_are_back_with_the_first_step_of_a_resu
         resumed.load_state_dict(saved)
 
 
-NOBODY: dict[str, Any] = {"modes": [], "answered": []}
+EMPTY_SWITCH: dict[str, Any] = {"modes": [], "answered": []}
 
 
 @pytest.mark.parametrize(
     ("policy", "switch", "outcomes", "mode"),
     [
-        ("observe", NOBODY, [], "plain"),
-        ("approve", NOBODY, ["proposed"], "plain"),
-        ("auto", NOBODY, ["applied"], "exact_delta"),
-        ("auto", NOBODY | {"modes": [[1, 0, "exact_delta"]]}, [], "exact_delta"),  # switched before
-        ("auto", NOBODY | {"held": [[1, 0]]}, [], "plain"),  # by a person
+        ("observe", EMPTY_SWITCH, [], "plain"),
+        ("approve", EMPTY_SWITCH, ["proposed"], "plain"),
+        ("auto", EMPTY_SWITCH, ["applied"], "exact_delta"),
+        ("auto", EMPTY_SWITCH | {"modes": [[1, 0, "exact_delta"]]}, [], "exact_delta"),  # already switched
+        ("auto", EMPTY_SWITCH | {"held": [[1, 0]]}, [], "plain"),  # held by a person
     ],
 )
-def test_a_run_that_resumes_acts_on_warnings_that_stand_as_its_policy_says_but_on_no_head_that_was_switched_or_is_held(
+def test_resumed_run_acts_on_active_warnings_except_for_switched_or_held_heads(
     policy: str, switch: dict[str, Any], outcomes: list[str], mode: str
 ) -> None:
     first, _ = run(tiny_gpt(), {2: [verdict(1, 0)]}, 3, policy="observe")
     saved = json.loads(json.dumps(first.state_dict() | {"switch": switch}))
     first.close()
-    agent, listener = run(tiny_gpt(), {}, 2, saved, [verdict(1, 0)], policy=policy, **OF_ITS_HEAD)
+    agent, listener = run(tiny_gpt(), {}, 2, saved, [verdict(1, 0)], policy=policy, **HEAD_SCOPE)
     agent.close()
     assert agent.modes() == dict.fromkeys(HEADS, "plain") | {(1, 0): mode}
     by_policy = [each for each in listener.of(wire.Switched) if each.verdict is not None]
@@ -363,43 +365,45 @@ def test_a_run_that_resumes_acts_on_warnings_that_stand_as_its_policy_says_but_o
 
 @pytest.fixture
 def agent() -> Iterator[Agent]:
-    with attach(tiny_gpt(), attention="kernels", **QUICK) as made:
-        yield made
+    with attach(tiny_gpt(), attention="kernels", **SETTINGS) as attached:
+        yield attached
 
 
-def steps_of(agent: Agent, monkeypatch: pytest.MonkeyPatch, *answers: list[wire.Command]) -> list[list[wire.Switched]]:
-    """What the agent does at each boundary, of which each brings one of `answers`, until it has done everything."""
-    heard = Listener()
-    agent.subscribe(heard)
+def switches_per_step(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, *answers: list[wire.Command]
+) -> list[list[wire.Switched]]:
+    """The switches of each step. The service sends one item of `answers` per step, until all are carried out."""
+    listener = Listener()
+    agent.subscribe(listener)
     steps: list[list[wire.Switched]] = []
     waiting = list(answers)
     while waiting or len(steps) < len(answers) or steps[-1]:
         arrived = waiting.pop(0) if waiting else []
         monkeypatch.setattr(agent._outbox, "commands", lambda arrived=arrived: arrived)
-        heard.events.clear()
+        listener.events.clear()
         agent.step(1.0)
-        steps.append(heard.of(wire.Switched))
+        steps.append(listener.of(wire.Switched))
     return steps
 
 
-def test_a_boundary_carries_out_a_few_orders_and_the_next_ones_the_rest_in_their_order(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flood = orders(range(256))
-    steps = steps_of(agent, monkeypatch, flood, flood, flood)  # sent again with every answer until it is answered
+def test_commands_are_carried_out_in_order_with_a_limit_per_step(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = orders(range(256))
+    steps = switches_per_step(
+        agent, monkeypatch, commands, commands, commands
+    )  # the service resends commands until they are answered
     assert max(map(len, steps)) == AT_ONCE
-    assert [done.command for step in steps for done in step] == [command.id for command in flood]
+    assert [done.command for step in steps for done in step] == [command.id for command in commands]
     assert len(steps) == 256 // AT_ONCE + 1
 
 
-def test_an_order_that_expires_while_it_waits_is_not_carried_out(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_that_expires_while_waiting_is_not_carried_out(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     late = [command(id="a", expires_step=1), command(id="b", expires_unix_seconds=time.time() - 1), command(id="c")]
-    steps = steps_of(agent, monkeypatch, orders(range(AT_ONCE)) + late)
+    steps = switches_per_step(agent, monkeypatch, orders(range(AT_ONCE)) + late)
     assert [done.outcome for done in steps[1]] == ["expired", "expired", "applied"]
 
 
-def test_no_more_orders_wait_than_have_room_and_the_oldest_stay() -> None:
-    switchboard, _ = board()
+def test_command_queue_is_bounded_and_keeps_the_oldest() -> None:
+    switchboard, _ = new_switchboard()
     switchboard.obey(command(id="c3"), step=1, unix_seconds=0)
     first = switchboard.due(orders(range(2 * MAX_WAITING)))
     assert [command.id for command in first] == ["c0", "c1", "c2", "c4"]
@@ -407,13 +411,13 @@ def test_no_more_orders_wait_than_have_room_and_the_oldest_stay() -> None:
     assert (len(rest), rest[-1]) == (MAX_WAITING - AT_ONCE, f"c{MAX_WAITING}")
 
 
-class Masked(CausalSelfAttention):
-    """Causal by a mask that it passes itself, with a slope that is trained; `masks` says in which calls."""
+class PassesMask(CausalSelfAttention):
+    """Causal attention that passes an ALiBi-like mask while `uses_mask` is true."""
 
-    masks = True
+    uses_mask = True
 
     def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if not self.masks:
+        if not self.uses_mask:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True)
         length = query.shape[2]
         distance = torch.arange(length)[:, None] - torch.arange(length)
@@ -422,23 +426,23 @@ class Masked(CausalSelfAttention):
 
 
 def half_masked() -> TinyGPT:
-    return tiny_gpt(Masked(16, 2), CausalSelfAttention(16, 2))
+    return tiny_gpt(PassesMask(16, 2), CausalSelfAttention(16, 2))
 
 
-def after_a_step(model: TinyGPT, **settings: Any) -> Agent:
+def attach_and_step(model: TinyGPT, **settings: Any) -> Agent:
     agent = attach(model, **{**EVERY_STEP, **settings})
     train(agent, model, 1)
     return agent
 
 
 @pytest.mark.parametrize("attention", ["keep", "kernels"])
-def test_a_layer_whose_every_call_passes_a_mask_cannot_be_switched_and_says_why(attention: str) -> None:
-    with after_a_step(half_masked(), attention=attention) as agent:
+def test_layer_with_a_mask_in_every_call_cannot_be_switched(attention: str) -> None:
+    with attach_and_step(half_masked(), attention=attention) as agent:
         with pytest.raises(ValueError, match=r"layer 0 head 1: .*it passes a mask.*a switch would change nothing"):
             agent.set_mode([(0, 1)], "row_corrected", "a test")
-        agent.set_mode([(0, 1)], "plain", "nothing is asked of the kernels")
+        agent.set_mode([(0, 1)], "plain", "plain needs no kernels")
         done = agent.set_mode([(1, 0)], "row_corrected", "a test")
-        assert (done is None) == (attention == "keep")  # it waits for the kernels to serve its layer
+        assert (done is None) == (attention == "keep")  # waits until the kernels compute the layer
         row_corrected = "row_corrected" if attention == "kernels" else "plain"
         assert agent.modes() == {(0, 0): "plain", (0, 1): "plain", (1, 0): row_corrected, (1, 1): "plain"}
         answer = agent._switchboard.obey(command(heads=((0, 0),), mode="exact_delta"), step=2, unix_seconds=0)
@@ -446,8 +450,8 @@ def test_a_layer_whose_every_call_passes_a_mask_cannot_be_switched_and_says_why(
         assert (answer.outcome, "it passes a mask" in answer.reason) == ("refused", True)
 
 
-def test_an_order_for_every_head_leaves_out_those_that_it_would_not_change_and_says_so() -> None:
-    with after_a_step(half_masked()) as agent:
+def test_command_for_all_heads_leaves_out_heads_that_it_cannot_change() -> None:
+    with attach_and_step(half_masked()) as agent:
         done = agent.set_mode(agent.modes(), "row_corrected", "a test")
         assert done is not None
         assert done.heads == ((1, 0), (1, 1))
@@ -458,39 +462,39 @@ def test_an_order_for_every_head_leaves_out_those_that_it_would_not_change_and_s
         answer = agent._switchboard.obey(command(id="c2", heads=None, mode="exact_delta"), step=3, unix_seconds=0)
         assert answer is not None
         assert (answer.outcome, answer.heads) == ("applied", ((1, 0), (1, 1)))
-    with after_a_step(tiny_gpt(Masked(16, 2))) as agent, pytest.raises(ValueError, match=r"change nothing"):
-        agent.set_mode(agent.modes(), "row_corrected", "nobody is left")
+    with attach_and_step(tiny_gpt(PassesMask(16, 2))) as agent, pytest.raises(ValueError, match=r"change nothing"):
+        agent.set_mode(agent.modes(), "row_corrected", "all heads are left out")
 
 
-def test_a_layer_that_passes_a_mask_in_some_calls_alone_is_switched_and_what_does_not_train_does_not_count() -> None:
+def test_layer_with_a_mask_in_some_training_calls_can_be_switched() -> None:
     model = half_masked()
     first: Any = model.blocks[0]
     with attach(model, **EVERY_STEP) as agent:
-        first.masks = False
+        first.uses_mask = False
         with torch.no_grad():
             model(torch.arange(12)[None])
-        first.masks = True
+        first.uses_mask = True
         train(agent, model, 1)
         with pytest.raises(ValueError, match=r"a switch would change nothing"):
-            agent.set_mode([(0, 1)], "row_corrected", "only an evaluation went without a mask")
-        for first.masks in (False, True):
+            agent.set_mode([(0, 1)], "row_corrected", "only an evaluation had no mask")
+        for first.uses_mask in (False, True):
             train(agent, model, 1)
-        agent.set_mode([(0, 1)], "row_corrected", "some calls can be served")
+        agent.set_mode([(0, 1)], "row_corrected", "some calls have no mask")
 
 
-def test_a_policy_switches_the_heads_that_can_have_its_mitigation_and_says_why_not_the_others() -> None:
+def test_policy_switches_supported_heads_and_refuses_others_with_the_reason() -> None:
     agent, listener = run(half_masked(), {2: [verdict(1, 0)]}, 4, policy="auto", mitigation="row_corrected")
     agent.close()
-    told = {switched.outcome: switched for switched in listener.of(wire.Switched)}
-    assert told["applied"].heads == ((1, 0), (1, 1))
-    assert told["refused"].heads == ((0, 0), (0, 1))
-    assert "its own attention stays in every call" in told["refused"].reason
+    by_outcome = {switched.outcome: switched for switched in listener.of(wire.Switched)}
+    assert by_outcome["applied"].heads == ((1, 0), (1, 1))
+    assert by_outcome["refused"].heads == ((0, 0), (0, 1))
+    assert "its own attention stays in every call" in by_outcome["refused"].reason
     assert not agent.faults
     assert "mitigation row_corrected will be refused in 1 of 2 layers: its own attention stays" in agent.report()
 
 
-class Branching(CausalSelfAttention):
-    """As x-transformers' with its default: PyTorch's attention is on a branch that its configuration does not take."""
+class UntakenBranch(CausalSelfAttention):
+    """Like x-transformers by default: PyTorch's attention is in a branch that the configuration does not take."""
 
     flash = False
 
@@ -502,59 +506,61 @@ class Branching(CausalSelfAttention):
 
 
 @pytest.mark.promise("A24")
-@pytest.mark.parametrize("heads", [{}, {"blocks.0": 2}], ids=["told by the first step", "announced by the user"])
+@pytest.mark.parametrize(
+    "heads", [{}, {"blocks.0": 2}], ids=["heads found in the first step", "heads given by the user"]
+)
 @pytest.mark.parametrize("others", [[CausalSelfAttention(16, 2)], []])
-def test_a_switch_of_a_layer_that_is_never_met_is_refused_within_one_sample_and_not_saved(
+def test_switch_of_an_unwatched_layer_is_refused_within_one_sample_and_not_saved(
     others: list[nn.Module], heads: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = tiny_gpt(Branching(16, 2), *others)
+    model = tiny_gpt(UntakenBranch(16, 2), *others)
     with listening(model, attention="keep", strict=False, heads=heads) as (agent, listener):
-        asked = [head for head in agent.modes() if head[0] == 0]
-        agent.set_mode(asked, "row_corrected", "before the first step")
+        requested = [head for head in agent.modes() if head[0] == 0]
+        agent.set_mode(requested, "row_corrected", "before the first step")
         train(agent, model, 4)
         assert not agent._switchboard._orders
-        assert {tuple(head) for *head, _ in agent.state_dict()["switch"]["modes"]}.isdisjoint(asked)
+        assert {tuple(head) for *head, _ in agent.state_dict()["switch"]["modes"]}.isdisjoint(requested)
         if heads:
             with pytest.raises(ValueError, match="none of its calls is met"):
-                agent.set_mode(asked, "row_corrected", "after")
+                agent.set_mode(requested, "row_corrected", "after")
     assert heads or "the switch of heads of blocks.0 is refused" in caplog.text
-    assert [(told.outcome, told.heads) for told in listener.of(wire.Switched)] == (
-        [("refused", tuple(asked))] if heads else []
+    assert [(switched.outcome, switched.heads) for switched in listener.of(wire.Switched)] == (
+        [("refused", tuple(requested))] if heads else []
     )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_each_call_of_the_kernels_knows_the_modes_that_the_host_wrote_for_its_layer(
-    compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_kernel_call_gets_the_modes_of_its_layer(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, Known]] = []
-    for which in ("attention_forward", "attention_backward"):
-        real = getattr(reference, which)
+    for name in ("attention_forward", "attention_backward"):
+        real = getattr(reference, name)
 
-        def spied(*given: Any, real: Any = real, which: str = which) -> Any:
-            seen.append((which, known_modes(given[3].modes)))
+        def recorded_call(*given: Any, real: Any = real, name: str = name) -> Any:
+            seen.append((name, known_modes(given[3].modes)))
             return real(*given)
 
-        monkeypatch.setattr(reference, which, spied)
+        monkeypatch.setattr(reference, name, recorded_call)
     model = tiny_gpt(CausalSelfAttention(16, 2), CausalSelfAttention(16, 2))
     running: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    plain, some, every = (Known(*flags) for flags in ((False, False, False), (False, True, False), (True, True, False)))
+    plain, some_heads, all_heads = (
+        Known(*flags) for flags in ((False, False, False), (False, True, False), (True, True, False))
+    )
     with attach(model, **{**EVERY_STEP, "attention": "kernels"}) as agent:
-        train(agent, running, 1)  # in which the kernels are compared with PyTorch's attention
-        for heads, mode, known in (
+        train(agent, running, 1)  # this step also compares the kernels with PyTorch's attention
+        for heads, mode, expected in (
             ([], "plain", [plain, plain]),
-            ([(0, 0), (0, 1), (1, 1)], "row_corrected", [every, some]),
-            ([(0, 1), (1, 1)], "plain", [some, plain]),
+            ([(0, 0), (0, 1), (1, 1)], "row_corrected", [all_heads, some_heads]),
+            ([(0, 1), (1, 1)], "plain", [some_heads, plain]),
         ):
             if heads:
                 agent.set_mode(heads, mode, "a test")
             seen.clear()
             train(agent, running, 1)
-            forwards = [("attention_forward", one) for one in known]
+            forwards = [("attention_forward", one) for one in expected]
             assert seen == [*forwards, *(("attention_backward", one) for _, one in reversed(forwards))]
 
 
-def test_a_switch_between_a_compiled_forward_and_its_backward_breaks_no_training() -> None:
+def test_switch_between_a_compiled_forward_and_backward_is_safe() -> None:
     model = tiny_gpt(CausalSelfAttention(16, 2), CausalSelfAttention(16, 2))
     running: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
     with attach(model, **{**EVERY_STEP, "attention": "kernels"}) as agent:

@@ -1,4 +1,4 @@
-"""Small models that are written as people write them, and one training step."""
+"""Small models in common styles, and one training step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ Checkpoint = Callable[..., Tensor]
 
 
 class CausalSelfAttention(nn.Module):
-    """As in nanoGPT: fused QKV, F.scaled_dot_product_attention on transposed views."""
+    """nanoGPT's attention: fused QKV and F.scaled_dot_product_attention on transposed views."""
 
     def __init__(self, width: int, heads: int, *, checkpoint: Checkpoint | None = None) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class GroupedQueryAttention(nn.Module):
-    """Separate projections, fewer key heads than query heads."""
+    """Grouped-query attention with separate projections."""
 
     def __init__(self, width: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class GroupedQueryAttention(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """Attention layers with residuals between an embedding and a head."""
+    """An embedding, attention layers with residuals, and an output projection."""
 
     def __init__(self, *attentions: nn.Module, width: int = 16, checkpoint: Checkpoint | None = None) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class TinyGPT(nn.Module):
 
 
 def tiny_gpt(*attentions: nn.Module, seed: int = 0, **options: Any) -> TinyGPT:
-    """A model whose weights depend on the seed alone (those of `attentions` come from the caller)."""
+    """A model with weights drawn from the seed, except those of the given `attentions`."""
     torch.manual_seed(seed)
     return TinyGPT(*attentions, **options)
 
@@ -83,7 +83,7 @@ def batch(step: int, *, rows: int = 2, length: int = 12) -> Tensor:
 
 
 class ImageAttention(nn.Module):
-    """As in timm: fused qkv, every token sees every other."""
+    """timm's attention: fused QKV, not causal."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class ImageAttention(nn.Module):
 
 
 class TinyViT(nn.Module):
-    """Patches of 2 x 2 and a class token; its images are token ids [rows, 12], so that it trains as the others do."""
+    """A ViT with 2 x 2 patches and a class token. Its images are token ids [rows, 12], so the same loop trains it."""
 
     def __init__(self, width: int = 16, checkpoint: Checkpoint | None = None) -> None:
         super().__init__()
@@ -118,14 +118,14 @@ class TinyViT(nn.Module):
 
 
 def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """Mean cross entropy of logits [rows, length, V] against the next of ids [rows, length]."""
+    """Mean cross entropy of logits [rows, length, V] against the next token of ids [rows, length]."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def train_step(
     model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, step: int, ids: Tensor | None = None
 ) -> Tensor:
-    """Forward, backward, update on `ids`, by default those of the step; returns the loss."""
+    """Forward, backward and update on `ids`, by default `batch(step)`; returns the loss."""
     ids = batch(step) if ids is None else ids
     loss = next_token_loss(model(ids), ids)
     torch.autograd.backward(loss)

@@ -1,7 +1,8 @@
-"""One process of several, for tests: torchrun ... titan_ranks.py FOLDER DEVICE trains with torchtitan's own Trainer and
-CheckpointManager, without foreshock and with it, in every way. Each training stops, saves, and resumes in another
-Trainer. What came of them is saved in FOLDER/RANK.pt. torchtitan trains on GPUs alone: a CPU needs a stand-in for their
-module. Written for torchtitan 0.3.0.
+"""One rank of a distributed training with torchtitan: torchrun ... titan_ranks.py FOLDER DEVICE.
+
+Trains with torchtitan's own Trainer and CheckpointManager, with and without foreshock. Each training stops, saves, and
+resumes in another Trainer. Results are saved to FOLDER/RANK.pt. torchtitan supports only GPUs, so torch.cpu is patched.
+Written for torchtitan 0.3.0.
 """
 
 import importlib
@@ -18,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[2]))  # last: our kernels/ must not stand before another package's
+    sys.path.append(str(Path(__file__).parents[2]))  # last: tests/kernels must not shadow another package
 
-from tests.monitor.resumed_courses import LENGTH, OURS, REFERENCES, ROWS, STEPS, STOP, Course
+from tests.monitor.resumed_training import LENGTH, REFERENCES, ROWS, STEPS, STOP, WATCHED, ResumedTraining
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
@@ -31,31 +32,31 @@ HEADS, VOCABULARY = 4, 96
 WIDTH = {"cpu": 32, "cuda": 256}
 
 
-class Numbers(IterableDataset):  # type: ignore[type-arg]
-    """Rows of random tokens and their successors, which go on where they were when it was saved."""
+class RandomTokens(IterableDataset):  # type: ignore[type-arg]
+    """Rows of random tokens and their successors; the position is saved and restored."""
 
     def __init__(self, rank: int, length: int) -> None:
-        self.rank, self.length, self.given = rank, length, 0
+        self.rank, self.length, self.rows_read = rank, length, 0
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         while True:
             yield self.row()
 
     def row(self) -> tuple[dict[str, Tensor], Tensor]:
-        seed = torch.Generator().manual_seed(1000 * self.given + self.rank)
+        seed = torch.Generator().manual_seed(1000 * self.rows_read + self.rank)
         row = torch.randint(VOCABULARY, (self.length + 1,), generator=seed)
-        self.given += 1
+        self.rows_read += 1
         return {"input": row[:-1], "positions": torch.arange(self.length)}, row[1:]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"given": self.given}
+        return {"given": self.rows_read}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.given = state["given"]
+        self.rows_read = state["given"]
 
 
-def let_a_cpu_train() -> None:
-    """What torchtitan asks of torch.cuda, of a CPU; and what only PyTorch's next version has."""
+def patch_cpu_device() -> None:
+    """Gives torch.cpu the functions that torchtitan uses of torch.cuda, and those of PyTorch's next version."""
     answers: dict[str, Any] = {
         "get_device_name": lambda *_: "a CPU",
         "get_device_properties": lambda *_: SimpleNamespace(total_memory=1 << 30),
@@ -69,30 +70,33 @@ def let_a_cpu_train() -> None:
     vars(dist).setdefault("set_timeout", lambda *_: None)
 
 
-def of(name: str) -> Any:
-    """A module of torchtitan, which is optional."""
+def titan_module(name: str) -> Any:
+    """A module of torchtitan, which is an optional dependency."""
     return importlib.import_module(f"torchtitan.{name}")
 
 
-def configured(
-    folder: Path, device: str, rows: type[Numbers] = Numbers, adapt: Callable[[Any], None] = lambda config: None
+def small_trainer(
+    folder: Path,
+    device: str,
+    rows: type[RandomTokens] = RandomTokens,
+    adapt: Callable[[Any], None] = lambda config: None,
 ) -> Any:
-    """A Trainer for a small Llama, before its first step. `adapt` changes its Config."""
-    trainer, configs = of("trainer"), of("config.configs")
-    # after a training the first process sleeps for two seconds
+    """A Trainer of a small Llama before its first step. `adapt` may change its Config."""
+    trainer, configs = titan_module("trainer"), titan_module("config.configs")
+    # rank 0 would sleep for two seconds after a training
     trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
 
-    class Loader(of("components.dataloader").ParallelAwareDataloader):  # type: ignore[misc]
+    class Loader(titan_module("components.dataloader").ParallelAwareDataloader):  # type: ignore[misc]
         @dataclass(kw_only=True, slots=True)
-        class Config(of("components.dataloader").ParallelAwareDataloader.Config):  # type: ignore[misc]
+        class Config(titan_module("components.dataloader").ParallelAwareDataloader.Config):  # type: ignore[misc]
             pass
 
         def __init__(self, config: Any, *, dp_world_size: int, dp_rank: int, seq_len: int, **_: Any) -> None:
             super().__init__(rows(dp_rank, seq_len), dp_rank, dp_world_size, batch_size=ROWS)
 
-    class NoWords(of("components.tokenizer").BaseTokenizer):  # type: ignore[misc]
+    class FakeTokenizer(titan_module("components.tokenizer").BaseTokenizer):  # type: ignore[misc]
         @dataclass(kw_only=True, slots=True)
-        class Config(of("components.tokenizer").BaseTokenizer.Config):  # type: ignore[misc]
+        class Config(titan_module("components.tokenizer").BaseTokenizer.Config):  # type: ignore[misc]
             pass
 
         def __init__(self, config: Any, **_: Any) -> None:
@@ -103,11 +107,11 @@ def configured(
     config = trainer.Trainer.Config(
         model_spec=small_llama(WIDTH[device]),
         dump_folder=str(folder),
-        loss=of("components.loss").CrossEntropyLoss.Config(global_vocab_size=VOCABULARY),
-        tokenizer=NoWords.Config(),
+        loss=titan_module("components.loss").CrossEntropyLoss.Config(global_vocab_size=VOCABULARY),
+        tokenizer=FakeTokenizer.Config(),
         dataloader=Loader.Config(),
-        optimizer=of("components.optimizer").default_adamw(lr=0.01, weight_decay=0.0),
-        lr_scheduler=of("components.optimizer").LRSchedulersContainer.Config(warmup_steps=1, decay_ratio=0.0),
+        optimizer=titan_module("components.optimizer").default_adamw(lr=0.01, weight_decay=0.0),
+        lr_scheduler=titan_module("components.optimizer").LRSchedulersContainer.Config(warmup_steps=1, decay_ratio=0.0),
         training=configs.TrainingConfig(
             local_batch_size=ROWS,
             seq_len=LENGTH[device],
@@ -116,20 +120,20 @@ def configured(
             disable_cuda_graphs=True,
         ),
         parallelism=configs.ParallelismConfig(spmd_backend="partial_dtensor"),
-        checkpoint=of("components.checkpointer").CheckpointManager.Config(enable=True, interval=STOP),
+        checkpoint=titan_module("components.checkpointer").CheckpointManager.Config(enable=True, interval=STOP),
         debug=configs.DebugConfig(seed=3, deterministic=True, deterministic_warn_only=True),
     )
     adapt(config)
     made = trainer.Trainer(config)
     for module in made.model_parts[0].modules():
         if device == "cpu" and isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum of products
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
     return made
 
 
 def small_llama(width: int) -> Any:
-    """Two layers with PyTorch's own attention, which torchtitan's tests give a model too."""
-    llama, common = of("models.llama3"), of("models.common")
+    """Two layers with PyTorch's attention, as in torchtitan's own tests."""
+    llama, common = titan_module("models.llama3"), titan_module("models.common")
     layers = llama._build_llama3_layers(
         n_layers=2,
         dim=width,
@@ -140,7 +144,7 @@ def small_llama(width: int) -> Any:
         attn_backend="flex",
     )
     for layer in layers:
-        layer.attention.inner_attention = of("models.common.attention").ScaledDotProductAttention.Config()
+        layer.attention.inner_attention = titan_module("models.common.attention").ScaledDotProductAttention.Config()
     spec = llama.model_registry("debugmodel")
     spec.state_dict_adapter = None
     spec.model = llama.Llama3Model.Config(
@@ -158,11 +162,11 @@ def small_llama(width: int) -> Any:
     return spec
 
 
-def train(folder: Path, device: str, course: Course) -> None:
+def train(folder: Path, device: str, course: ResumedTraining) -> None:
     """Train to STOP, save, and resume to STEPS with another Trainer."""
     for last in (STOP, STEPS):
-        trainer = configured(folder, device)
-        with torch.no_grad():  # as initialised, attention is so even that an error of it hides
+        trainer = small_trainer(folder, device)
+        with torch.no_grad():  # default initialisation makes attention almost uniform, which hides errors
             for weight in trainer.model_parts[0].parameters():
                 if weight.dim() > 1:
                     weight.mul_(10.0)
@@ -172,7 +176,7 @@ def train(folder: Path, device: str, course: Course) -> None:
 
         def keep_loss(step: Any = step, **given: Any) -> Tensor:
             loss: Tensor = step(**given)
-            course.told["losses"].append(float(loss.detach()))
+            course.results["losses"].append(float(loss.detach()))
             return loss
 
         trainer.forward_backward_step = keep_loss
@@ -184,22 +188,22 @@ def train(folder: Path, device: str, course: Course) -> None:
 
 
 def main(folder: Path, device: str) -> None:
-    """Every training, in the same order on every rank."""
+    """All trainings, in the same order on every rank."""
     torch.set_num_threads(1)
     if device == "cpu":
-        let_a_cpu_train()
+        patch_cpu_device()
         dist.init_process_group("gloo")
-    told = {}
-    for way in (*REFERENCES, *OURS):
-        course = Course(way)
+    results = {}
+    for attention in (*REFERENCES, *WATCHED):
+        course = ResumedTraining(attention)
         with course.attention():
-            train(folder / way, device, course)
-        told[way] = course.told
-    torch.save(told, folder / f"{dist.get_rank()}.pt")
+            train(folder / attention, device, course)
+        results[attention] = course.results
+    torch.save(results, folder / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2])
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the interpreter's end
+    os._exit(0)  # gloo's threads may outlive the interpreter

@@ -1,7 +1,7 @@
-"""A Trainer in the shape of torchtitan's over a tiny model with modules named as its, since torchtitan needs a GPU.
+"""A Trainer with torchtitan's interface and a tiny model with its module names; torchtitan itself needs a GPU.
 
-It has model_parts, optimizers, checkpointer, forward_backward_step, train and close, as torchtitan 0.3.0 has.
-`python -P titan_shape.py --url URL` trains it, watched.
+It has model_parts, optimizers, checkpointer, forward_backward_step, train and close, like torchtitan 0.3.0.
+`python -P titan_shape.py --url URL` trains it with foreshock.
 """
 
 import argparse
@@ -94,8 +94,8 @@ class OptimizersContainer(Optimizer):
 
 
 class CheckpointManager:
-    """Saves the model every `interval` steps under `folder`/step-N, and loads the last one or the one of a step. Of
-    whatever has such a name it leaves the newest `keep_latest_k`; 0: all."""
+    """Saves the model every `interval` steps to `folder`/step-N, and loads the last checkpoint or a given one.
+    Deletes all paths named step-N except the newest `keep_latest_k`; 0 keeps all."""
 
     last_save_model_only = False
     keep_latest_k = 0
@@ -131,7 +131,7 @@ class CheckpointManager:
 
 
 class Trainer:
-    """In the shape of torchtitan's."""
+    """A trainer with torchtitan's interface."""
 
     def __init__(self, steps: int, folder: Path, *, interval: int = 20, accumulation: int = 1) -> None:
         torch.manual_seed(0)

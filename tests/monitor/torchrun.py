@@ -1,7 +1,7 @@
-"""Runs a function of the tests, or a program, in several processes of one machine, as torchrun does.
+"""Runs a function or a program in several local processes, like torchrun.
 
-torchrun itself starts a program. Processes that run a function are forked from one that has imported all that they
-need, where torchrun would import PyTorch once more for itself and for each of them.
+torchrun itself starts programs. Functions run in processes that are forked after the imports, because torchrun would
+import PyTorch again in each process.
 """
 
 import importlib
@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 
-def trained(
+def run_on_ranks(
     run: Callable[..., Any] | Path, world: int, folder: Path, *arguments: str, seconds: float = 600
 ) -> list[Any]:
-    """What `run(*arguments)` returns in each of `world` processes, or the program `run FOLDER ARGUMENTS` saves as
+    """The results of `run(*arguments)` on `world` ranks, or of the program `run FOLDER ARGUMENTS`, which saves them to
     FOLDER/RANK.pt."""
     if isinstance(run, Path):
         launch = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={world}", str(run), str(folder)]
@@ -33,7 +33,7 @@ def trained(
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONSAFEPATH": "1",
-        "PYTHONFAULTHANDLER": "1",  # a process that a signal ends says where it was
+        "PYTHONFAULTHANDLER": "1",  # a process that a signal kills prints its stack
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "XDG_CACHE_HOME": str(folder / "cache"),
     }
@@ -56,7 +56,7 @@ def trained(
 
 
 def main(folder: Path, world: int, name: str, *arguments: str) -> int:
-    """Fork all processes, and end the others with the first that fails."""
+    """Forks all processes; if one fails, kills the others."""
     module, _, function = name.partition(":")
     run = getattr(importlib.import_module(module), function)
     with socket.socket() as free:
@@ -67,7 +67,7 @@ def main(folder: Path, world: int, name: str, *arguments: str) -> int:
     for rank in range(world):
         if (child := os.fork()) == 0:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            _be_rank(lambda: run(*arguments), folder, "nccl" if "cuda" in arguments else "gloo")
+            _run_rank(lambda: run(*arguments), folder, "nccl" if "cuda" in arguments else "gloo")
         children.add(child)
     failed = False
     while children:
@@ -80,8 +80,8 @@ def main(folder: Path, world: int, name: str, *arguments: str) -> int:
     return int(failed)
 
 
-def _be_rank(run: Callable[[], Any], folder: Path, backend: str) -> None:
-    """One process: joins the others, and saves what the function returns."""
+def _run_rank(run: Callable[[], Any], folder: Path, backend: str) -> None:
+    """Runs one rank: joins the process group and saves the function's result."""
     try:
         torch.set_num_threads(1)
         if backend == "nccl":
@@ -94,9 +94,9 @@ def _be_rank(run: Callable[[], Any], folder: Path, backend: str) -> None:
         traceback.print_exc()
         status = 1
     sys.stdout.flush()
-    os._exit(status)  # gloo's threads may outlive the interpreter's end
+    os._exit(status)  # gloo's threads may outlive the interpreter
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[2]))  # last: our kernels/ must not stand before another package's
+    sys.path.append(str(Path(__file__).parents[2]))  # last: tests/kernels must not shadow another package
     sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))

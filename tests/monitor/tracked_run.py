@@ -1,7 +1,7 @@
-"""A training whose tracker is a real one, told by its own client library: `python -P tracked_run.py TRACKER FOLDER`.
+"""A training that is mirrored to a real tracker: `python -P tracked_run.py TRACKER FOLDER`.
 
-In a process of its own, since these clients start services and threads that live as long as their process. Prints as
-JSON what the tracker has stored, one list of [step, value] for each name, and the agent's faults.
+Runs as a separate process, because the trackers' clients start services and threads that live as long as the process.
+Prints the stored values as JSON, a list of [step, value] per name, and the agent's faults.
 """
 
 import json
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.monitor import watching
+from tests.monitor import watched_training
 from tests.monitor.doubles import ScriptedDetectors, verdict
-from tests.monitor.executions import EVERY_STEP
+from tests.monitor.execution_modes import EVERY_STEP
 from tests.monitor.tiny_models import tiny_gpt
 
 from foreshock.monitor import AgentConfig, attach
@@ -27,13 +27,13 @@ Stored = dict[str, list[tuple[int, float]]]
 
 
 def train(mirror: str, log: Callable[[float, int], None]) -> dict[str, int]:
-    """Layer 1 head 2 is warned about at step 3 and cleared at step 5; the program logs its own loss meanwhile."""
+    """A warning about layer 1 head 2 is raised at step 3 and cleared at step 5; the program logs its own loss."""
     model = tiny_gpt()
     with attach(model, **EVERY_STEP | {"attention": "keep", "strict": False}, mirror=mirror) as agent:
         script = {3: [verdict(1, 2, step=3)], 5: [verdict(1, 2, step=5, state="cleared")]}
         agent.detectors = ScriptedDetectors(len(agent.modes()), script)
         for step in range(STEPS):
-            [loss] = watching.train(agent, model, [step])
+            [loss] = watched_training.train(agent, model, [step])
             log(float(loss), step)
     return dict(agent.faults)
 
@@ -42,7 +42,7 @@ def with_mlflow(folder: Path) -> tuple[Stored, dict[str, int]]:
     os.environ |= {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
     import mlflow
 
-    mlflow.set_tracking_uri((folder / "mlruns").as_uri())  # the client makes the store itself
+    mlflow.set_tracking_uri((folder / "mlruns").as_uri())  # the client creates the store
     with mlflow.start_run() as run:
         faults = train("mlflow", lambda loss, step: mlflow.log_metric("loss", loss, step=step))
     client = mlflow.MlflowClient()
@@ -65,17 +65,17 @@ def with_wandb(folder: Path) -> tuple[Stored, dict[str, int]]:
     wandb.finish()
     (file,) = folder.rglob("*.wandb")
     stored: Stored = defaultdict(list)
-    for row in histories(file):
+    for row in history_rows(file):
         for name in row.keys() - {"_step", "_runtime", "_timestamp", "foreshock/step"}:
             stored[name].append((int(row["foreshock/step" if "/" in name else "_step"]), row[name]))
     return stored, faults
 
 
-def histories(file: Path) -> Iterator[dict[str, float]]:
-    """The rows of a run that was recorded offline, once its record is whole: `finish` may return before it is."""
+def history_rows(file: Path) -> Iterator[dict[str, float]]:
+    """The rows of an offline run. Waits until the file is complete, because `finish` may return earlier."""
     until = time.monotonic() + 240
     while not (found := list(records(file))) or found[-1].WhichOneof("record_type") != "exit":
-        assert time.monotonic() < until, f"no end of the record in 240 seconds, after {len(found)} of its parts"
+        assert time.monotonic() < until, f"the file was incomplete after 240 seconds, with {len(found)} records"
         time.sleep(0.1)
     for record in found:
         if record.WhichOneof("record_type") == "history":
@@ -83,15 +83,15 @@ def histories(file: Path) -> Iterator[dict[str, float]]:
 
 
 def records(file: Path) -> Iterator[Any]:
-    """What a record of wandb holds so far: a header of 7 bytes, then parts of checksum, length and kind."""
+    """The records in a wandb file so far: after a header of 7 bytes, each has a checksum, a length and a type."""
     from wandb.proto import wandb_internal_pb2
 
     data = file.read_bytes()
-    assert len(data) < 2**15, "records may be split from here on"
+    assert len(data) < 2**15, "larger files may split records"
     at = 7
     while at + 7 <= len(data):
         _, size, kind = struct.unpack_from("<IHB", data, at)
-        assert kind == 1, "a whole record"
+        assert kind == 1, "an unsplit record"
         if at + 7 + size > len(data):
             return  # still being written
         yield wandb_internal_pb2.Record.FromString(data[at + 7 : at + 7 + size])

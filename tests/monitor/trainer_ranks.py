@@ -1,5 +1,5 @@
-"""Trainings in several processes under transformers' Trainer or Accelerate with FSDP2, or under Accelerate with DDP,
-without foreshock and with it, in every way. Each training stops, saves, and resumes in another trainer.
+"""Distributed trainings with transformers' Trainer or Accelerate under FSDP2, or Accelerate under DDP, each with and
+without foreshock. Each training stops, saves, and resumes in another trainer.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
-from tests.monitor.resumed_courses import LENGTH, OURS, REFERENCES, ROWS, STEPS, STOP, Course
+from tests.monitor.resumed_training import LENGTH, REFERENCES, ROWS, STEPS, STOP, WATCHED, ResumedTraining
 from tests.monitor.transformers_models import DECODER, tiny
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -26,7 +26,7 @@ DEVICE, SHARDED = "cpu", True
 
 
 def sharding() -> FullyShardedDataParallelPlugin:
-    """FSDP2, each decoder layer by itself."""
+    """FSDP2 on each decoder layer."""
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -37,8 +37,8 @@ def sharding() -> FullyShardedDataParallelPlugin:
     )
 
 
-def let_a_cpu_shard() -> None:
-    """Accelerate shards on accelerators alone; here a CPU stands in for one."""
+def patch_cpu_sharding() -> None:
+    """Lets Accelerate shard on a CPU; by default it requires an accelerator."""
     prepare: Callable[..., None] = AcceleratorState.__init__
     plugin = sharding()
 
@@ -54,25 +54,25 @@ def model() -> Any:
 
 
 def rows(step: int, rank: int) -> Tensor:
-    """What a rank reads in a step, [ROWS, LENGTH]."""
+    """The tokens of a rank in a step, [ROWS, LENGTH]."""
     return torch.randint(3, 90, (ROWS, LENGTH[DEVICE]), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-class _Follow(TrainerCallback):  # type: ignore[misc]
-    """Ends a training early, and tells its course of each step."""
+class _StopAt(TrainerCallback):  # type: ignore[misc]
+    """Stops a training early and reports each step to its record."""
 
-    def __init__(self, at: int, watcher: ForeshockCallback | None, course: Course) -> None:
-        self.at, self.watcher, self.course = at, watcher, course
+    def __init__(self, at: int, callback: ForeshockCallback | None, course: ResumedTraining) -> None:
+        self.at, self.callback, self.course = at, callback, course
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.course.begins(None if self.watcher is None else self.watcher.agent, kwargs["model"])
+        self.course.begins(None if self.callback is None else self.callback.agent, kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.course.stepped()
         control.should_training_stop |= state.global_step >= self.at
 
 
-def arguments(folder: Path, **others: Any) -> TrainingArguments:
+def arguments(folder: Path, **overrides: Any) -> TrainingArguments:
     settings: dict[str, Any] = {
         "max_steps": STEPS, "save_steps": STOP, "per_device_train_batch_size": ROWS, "learning_rate": 0.01,
         "lr_scheduler_type": "constant", "optim": "adamw_torch", "logging_steps": 1, "report_to": [],
@@ -86,26 +86,26 @@ def arguments(folder: Path, **others: Any) -> TrainingArguments:
             "state_dict_type": "SHARDED_STATE_DICT",
             "reshard_after_forward": True,
         }
-    return TrainingArguments(str(folder), **settings | others)
+    return TrainingArguments(str(folder), **settings | overrides)
 
 
-def with_trainer(folder: Path, course: Course) -> None:
+def train_with_trainer(folder: Path, course: ResumedTraining) -> None:
     """Train to STOP, save, and resume to STEPS with another Trainer."""
     for last in (STOP, STEPS):
-        watcher = None if course.settings is None else ForeshockCallback(**course.settings)
+        callback = None if course.settings is None else ForeshockCallback(**course.settings)
         trainer = Trainer(
             model(),
             arguments(folder),
             train_dataset=[{"input_ids": x, "labels": x} for step in range(2 * STEPS) for x in rows(step, 0)],
-            callbacks=[*([watcher] if watcher else []), _Follow(last, watcher, course)],
+            callbacks=[*([callback] if callback else []), _StopAt(last, callback, course)],
         )
         trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{STOP}") if last == STEPS else None)
         course.ends(trainer.model, trainer.state.global_step)
-        course.told["losses"] += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        course.results["losses"] += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def with_accelerate(folder: Path, course: Course) -> None:
-    """The same with a loop of one's own."""
+def train_with_accelerate(folder: Path, course: ResumedTraining) -> None:
+    """The same with a custom loop under Accelerate."""
     for first, last in ((0, STOP), (STOP, STEPS)):
         trained = model()
         tracker = None if course.settings is None else ForeshockTracker(trained, **course.settings)
@@ -127,26 +127,26 @@ def with_accelerate(folder: Path, course: Course) -> None:
             optimizer.zero_grad()
             accelerator.log({"loss": loss.detach()}, step=step + 1)
             course.stepped()
-            course.told["losses"].append(float(loss))
+            course.results["losses"].append(float(loss))
         if not first:
             accelerator.save_state(str(folder))
         if tracker is not None:
-            tracker.finish()  # as end_training does, which ends the process group too
+            tracker.finish()  # end_training would also destroy the process group
         course.ends(trained, last)
 
 
-def courses(folder: str, device: str, trainer: str) -> dict[str, dict[str, Any]]:
-    """Every training, in the same order on every rank."""
+def all_trainings(folder: str, device: str, trainer: str) -> dict[str, dict[str, Any]]:
+    """All trainings, in the same order on every rank."""
     global DEVICE, SHARDED
     DEVICE, SHARDED = device, not trainer.endswith("DDP")
     if DEVICE == "cuda":
-        torch.use_deterministic_algorithms(True, warn_only=True)  # or two trainings without us differ
+        torch.use_deterministic_algorithms(True, warn_only=True)  # otherwise even trainings without foreshock differ
     elif SHARDED:
-        let_a_cpu_shard()
-    told = {}
-    for way in (*REFERENCES, *OURS):
-        course = Course(way)
+        patch_cpu_sharding()
+    results = {}
+    for attention in (*REFERENCES, *WATCHED):
+        course = ResumedTraining(attention)
         with course.attention():
-            (with_trainer if trainer == "Trainer" else with_accelerate)(Path(folder) / way, course)
-        told[way] = course.told
-    return told
+            (train_with_trainer if trainer == "Trainer" else train_with_accelerate)(Path(folder) / attention, course)
+        results[attention] = course.results
+    return results

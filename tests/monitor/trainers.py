@@ -1,4 +1,4 @@
-"""One small training under each trainer that foreshock has a callback for: the same to ask for, and the same told."""
+"""A small training under each trainer with a foreshock callback, behind one interface."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.monitor import titan_shape
 from tests.monitor.doubles import Listener
-from tests.monitor.executions import EVERY_STEP
+from tests.monitor.execution_modes import EVERY_STEP
 from tests.monitor.tiny_models import batch, next_token_loss, tiny_gpt, train_step
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -25,19 +25,19 @@ from foreshock.monitor.callbacks.huggingface import ForeshockCallback
 from foreshock.monitor.callbacks.lightning import ForeshockCallback as LightningCallback
 from foreshock.monitor.callbacks.torchtitan import watch
 
-OF_LIGHTNING = (
+LIGHTNING_WARNINGS = (
     "ignore:.*treespec, LeafSpec:FutureWarning",
     "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning",
     "ignore:Checkpoint directory .* exists and is not empty:UserWarning",
 )
-"""Filters of warnings: what Lightning calls in PyTorch that is on its way out, and its advice."""
+"""Warning filters: deprecated PyTorch functions that Lightning calls, and Lightning's advice."""
 
 
 class Training:
-    """What is asked of a training, and what came of it.
+    """The options and results of a training.
 
-    `begun` is given the agent before the first step, `during` after each. `resume` continues from step 4; every `every`
-    steps there is a checkpoint, and `keep` of them stay.
+    `begun` gets the agent before the first step, `during` after each step. `resume` continues from step 4. A checkpoint
+    is saved every `every` steps; the newest `keep` of them remain.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Training:
         self.listener = Listener()
         self.losses: list[float] = []
         self.norms: list[float] = []
-        """Of each step, as the trainer itself has them."""
+        """Gradient norms of all steps, as the trainer reports them."""
 
     def begins(self, agent: Agent | None) -> None:
         assert agent is not None
@@ -79,7 +79,7 @@ class Training:
 
     @property
     def rows(self) -> list[set[int]]:
-        """Rows that heads counted, sample by sample."""
+        """The distinct row counts of the heads, per sample."""
         return [{*slot_values(sample.words(), Slot.ROWS).astype(int).tolist()} for sample in self.samples]  # type: ignore[arg-type]
 
 
@@ -90,7 +90,7 @@ def gpt2() -> Any:
 
 
 class Tokens(torch.utils.data.Dataset[Any]):
-    """Sequences of 12 tokens; for transformers with all that its Trainer wants."""
+    """Sequences of 12 tokens; `named` adds the keys that transformers' Trainer expects."""
 
     def __init__(self, *, named: bool) -> None:
         self.named = named
@@ -103,8 +103,8 @@ class Tokens(torch.utils.data.Dataset[Any]):
         return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)} if self.named else ids
 
 
-class Observed(ForeshockCallback):
-    """The callback, which the Trainer may create again; it names the training that it belongs to."""
+class ObservedCallback(ForeshockCallback):
+    """A callback that reports to the training in a class variable, because the Trainer may recreate the callback."""
 
     of: ClassVar[Training]
 
@@ -117,30 +117,31 @@ class Observed(ForeshockCallback):
         self.of.during(self.of.agent)
 
 
-def trainer_of(asked: Training, *, model: nn.Module | None = None, watched: bool = True, **changes: Any) -> Trainer:
-    """transformers' Trainer for this training."""
+def trainer_of(training: Training, *, model: nn.Module | None = None, watched: bool = True, **changes: Any) -> Trainer:
+    """transformers' Trainer with the options of this training."""
     settings: dict[str, Any] = {
-        "max_steps": asked.steps, "per_device_train_batch_size": 4, "gradient_accumulation_steps": asked.accumulate,
-        "save_steps": asked.every, "save_total_limit": asked.keep, "logging_steps": 1, "learning_rate": 1e-2,
+        "max_steps": training.steps, "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": training.accumulate,
+        "save_steps": training.every, "save_total_limit": training.keep, "logging_steps": 1, "learning_rate": 1e-2,
         "lr_scheduler_type": "constant", "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 5,
         "dataloader_pin_memory": False,
     }  # fmt: skip
-    args = TrainingArguments(output_dir=str(asked.folder), **settings | changes)
-    Observed.of = asked
-    model = gpt2().to(asked.dtype) if model is None else model
-    callbacks = [Observed(**asked.settings)] if watched else []
+    args = TrainingArguments(output_dir=str(training.folder), **settings | changes)
+    ObservedCallback.of = training
+    model = gpt2().to(training.dtype) if model is None else model
+    callbacks = [ObservedCallback(**training.settings)] if watched else []
     return Trainer(model, args, train_dataset=Tokens(named=True), callbacks=callbacks)
 
 
-def with_transformers(asked: Training, **changes: Any) -> None:
-    trainer = trainer_of(asked, **changes)
-    trainer.train(resume_from_checkpoint=str(asked.folder / "checkpoint-4") if asked.resume else None)
-    asked.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    asked.norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+def with_transformers(training: Training, **changes: Any) -> None:
+    trainer = trainer_of(training, **changes)
+    trainer.train(resume_from_checkpoint=str(training.folder / "checkpoint-4") if training.resume else None)
+    training.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    training.norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
 class Module(LightningModule):  # type: ignore[misc]
-    """The tiny GPT; keeps the losses of its micro-batches."""
+    """The tiny GPT; records the losses of its micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,11 +157,11 @@ class Module(LightningModule):  # type: ignore[misc]
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class Follower(Callback):  # type: ignore[misc]
-    """Tells a training of what Lightning does."""
+class LightningObserver(Callback):  # type: ignore[misc]
+    """Forwards Lightning's events to the training."""
 
-    def __init__(self, asked: Training, callback: LightningCallback) -> None:
-        self.asked, self.callback = asked, callback
+    def __init__(self, training: Training, callback: LightningCallback) -> None:
+        self.asked, self.callback = training, callback
 
     def on_train_start(self, *_: Any) -> None:
         self.asked.begins(self.callback.agent)
@@ -169,71 +170,75 @@ class Follower(Callback):  # type: ignore[misc]
         self.asked.during(self.asked.agent)
 
 
-def with_lightning(asked: Training, **options: Any) -> None:
-    callback, module = LightningCallback(**asked.settings), Module().to(asked.dtype)
-    keep = -1 if asked.keep is None else asked.keep
-    saving = ModelCheckpoint(dirpath=asked.folder, every_n_train_steps=asked.every, save_top_k=keep, filename="{step}")
+def with_lightning(training: Training, **options: Any) -> None:
+    callback, module = LightningCallback(**training.settings), Module().to(training.dtype)
+    keep = -1 if training.keep is None else training.keep
+    saving = ModelCheckpoint(
+        dirpath=training.folder, every_n_train_steps=training.every, save_top_k=keep, filename="{step}"
+    )
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    options |= {"max_steps": asked.steps, "accumulate_grad_batches": asked.accumulate, **quiet}
-    trainer = LightningTrainer(callbacks=[callback, Follower(asked, callback), saving], **options)
+    options |= {"max_steps": training.steps, "accumulate_grad_batches": training.accumulate, **quiet}
+    trainer = LightningTrainer(callbacks=[callback, LightningObserver(training, callback), saving], **options)
     loader: Any = torch.utils.data.DataLoader(Tokens(named=False), batch_size=4)
     try:
-        trainer.fit(module, loader, ckpt_path=str(asked.folder / "step=4.ckpt") if asked.resume else None)
+        trainer.fit(module, loader, ckpt_path=str(training.folder / "step=4.ckpt") if training.resume else None)
     finally:
-        assert "_foreshock_layer" not in vars(module.gpt.blocks[0])  # given back, whatever happened
+        assert "_foreshock_layer" not in vars(module.gpt.blocks[0])  # detached, also after an error
     parts = module.losses
-    asked.losses = [
-        sum(parts[n : n + asked.accumulate]) / asked.accumulate for n in range(0, len(parts), asked.accumulate)
+    training.losses = [
+        sum(parts[n : n + training.accumulate]) / training.accumulate for n in range(0, len(parts), training.accumulate)
     ]
 
 
-def with_accelerate(asked: Training, *, late: bool = False) -> None:
-    """`late`: what was saved is loaded before init_trackers."""
-    model = tiny_gpt().to(asked.dtype)
-    tracker = ForeshockTracker(model, **asked.settings)
-    folder = str(asked.folder)
-    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=asked.keep)
+def with_accelerate(training: Training, *, late: bool = False) -> None:
+    """late: load_state runs before init_trackers."""
+    model = tiny_gpt().to(training.dtype)
+    tracker = ForeshockTracker(model, **training.settings)
+    folder = str(training.folder)
+    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=training.keep)
     accelerator = Accelerator(log_with=tracker, cpu=True, project_config=project)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
     tracker.checkpoint_with(accelerator)
-    saved = str(asked.folder / "checkpoints" / "checkpoint_0")
-    if asked.resume and late:
+    saved = str(training.folder / "checkpoints" / "checkpoint_0")
+    if training.resume and late:
         accelerator.load_state(saved)
     accelerator.init_trackers("test")
-    if asked.resume:
+    if training.resume:
         project.iteration = 1
         if not late:
             accelerator.load_state(saved)
-    asked.begins(tracker.agent)
-    for step in range(5 if asked.resume else 1, asked.steps + 1):
+    training.begins(tracker.agent)
+    for step in range(5 if training.resume else 1, training.steps + 1):
         loss = train_step(model, optimizer, step, batch(step, rows=4))
         accelerator.log({"loss": loss, "lr": 0.01, "speed": 7.0}, step=step)
-        accelerator.log({"evaluated": 1.0})  # no loss, no step: nothing of ours
-        asked.during(asked.agent)
-        asked.losses.append(float(loss.detach()))
-        if step % asked.every == 0:
+        accelerator.log({"evaluated": 1.0})  # without a loss or a step, so the tracker ignores it
+        training.during(training.agent)
+        training.losses.append(float(loss.detach()))
+        if step % training.every == 0:
             accelerator.save_state()
     accelerator.end_training()
 
 
-def with_torchtitan(asked: Training) -> None:
-    trainer = titan_shape.Trainer(asked.steps, asked.folder, interval=asked.every, accumulation=asked.accumulate)
-    trainer.checkpointer.keep_latest_k = asked.keep or 0
+def with_torchtitan(training: Training) -> None:
+    trainer = titan_shape.Trainer(
+        training.steps, training.folder, interval=training.every, accumulation=training.accumulate
+    )
+    trainer.checkpointer.keep_latest_k = training.keep or 0
     for part in trainer.model_parts:
-        part.to(asked.dtype)
-    asked.begins(watch(trainer, **asked.settings))
+        part.to(training.dtype)
+    training.begins(watch(trainer, **training.settings))
     inner, parts = trainer.forward_backward_step, list[float]()
 
-    def keep(**inputs: Any) -> Tensor:
+    def record_loss(**inputs: Any) -> Tensor:
         loss: Tensor = inner(**inputs)
         parts.append(float(loss.detach()))
         return loss
 
-    trainer.forward_backward_step = keep  # type: ignore[method-assign]
-    trainer.optimizers.register_step_post_hook(lambda *_: asked.during(asked.agent))
+    trainer.forward_backward_step = record_loss  # type: ignore[method-assign]
+    trainer.optimizers.register_step_post_hook(lambda *_: training.during(training.agent))
     trainer.train()
     trainer.close()
-    asked.losses = [sum(parts[n : n + asked.accumulate]) for n in range(0, len(parts), asked.accumulate)]
+    training.losses = [sum(parts[n : n + training.accumulate]) for n in range(0, len(parts), training.accumulate)]
 
 
 TRAINERS: dict[str, Callable[[Training], None]] = {

@@ -1,6 +1,7 @@
-"""Small models of transformers, with weights that make their attention sharp.
+"""Small transformers models with peaked attention.
 
-As initialised, attention is so even that an error of its mask hides: weights are drawn at a standard deviation of 0.3.
+With default initialisation, attention is almost uniform, which hides errors of the mask, so weights have a standard
+deviation of 0.3.
 """
 
 from collections.abc import Callable
@@ -14,15 +15,15 @@ X = torch.arange(3, 15)[None]
 
 
 def tiny(kind: str, head: str = "ForCausalLM", **sizes: Any) -> nn.Module:
-    """A small model of a family of transformers, with weights that make its attention sharp; in evaluation."""
+    """A small transformers model with peaked attention, in evaluation mode."""
     config = getattr(transformers, f"{kind}Config")(**{"vocab_size": 99, "pad_token_id": 0, **sizes})
-    spread = 0.3 * min(1.0, (32 / sizes.get("hidden_size", 32)) ** 0.5)  # of wider ones as sharp, and no sharper
+    std = 0.3 * min(1.0, (32 / sizes.get("hidden_size", 32)) ** 0.5)  # keeps wider models equally peaked
     torch.manual_seed(11)
     model: nn.Module = getattr(transformers, f"{kind}{head}")(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
-                weight.normal_(0.0, spread)
+                weight.normal_(0.0, std)
     return model
 
 
@@ -62,4 +63,4 @@ TRANSFORMERS: dict[str, Callable[[], nn.Module]] = {
     "Mistral": lambda: tiny("Mistral", **DECODER, sliding_window=5),
     "Gemma2": lambda: tiny("Gemma2", **DECODER, query_pre_attn_scalar=8, attn_logit_softcapping=20.0, sliding_window=5),
 }
-"""Each has two layers of four heads."""
+"""Each model has two layers of four heads."""

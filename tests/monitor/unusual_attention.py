@@ -1,4 +1,4 @@
-"""Attention whose parts bear no name that one could expect."""
+"""Attention modules with unusual structures or names, and modules that only resemble attention."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ WIDTH, HEADS = 16, 2
 
 
 class ParameterBank(nn.Module):
-    """As in modded-nanogpt: one parameter holds W_Q, W_K and W_V."""
+    """modded-nanogpt's attention: one parameter contains W_Q, W_K and W_V."""
 
     num_heads = HEADS
 
@@ -24,7 +24,7 @@ class ParameterBank(nn.Module):
 
 
 class TwoStreams(nn.Module):
-    """As in an MMDiT: half the tokens are projected by one layer, half by another; all attend to all."""
+    """An MMDiT's attention: each half of the tokens has its own projection, and all tokens attend to each other."""
 
     num_heads = HEADS
 
@@ -40,7 +40,7 @@ class TwoStreams(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Attention over the pixels of an image, with 1 x 1 convolutions; here each token is a pixel."""
+    """Attention over pixels with a 1 x 1 convolution as projection; each token is a pixel."""
 
     num_heads = HEADS
 
@@ -53,20 +53,20 @@ class Convolutions(nn.Module):
         return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
 
 
-class UnevenKeys(ParameterBank):
-    """Tells a number of key heads that is not meant for its heads."""
+class InconsistentKeyHeads(ParameterBank):
+    """Has an attribute for key heads that does not divide its heads."""
 
     num_kv_heads, head_dim = 3, WIDTH // HEADS
 
 
-class NobodyTellsHeads(ParameterBank):
-    """Only the call has the number of heads."""
+class UnknownHeads(ParameterBank):
+    """Only the call shows the number of heads."""
 
     num_heads = None  # type: ignore[assignment]
 
 
 class _Projected(nn.Module):
-    """Three layers of no known name make queries, keys and values."""
+    """Projections with unknown names."""
 
     names = ("fc_q", "fc_k", "fc_v")
 
@@ -79,8 +79,8 @@ class _Projected(nn.Module):
         return [getattr(self, name)(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for name in self.names]
 
 
-class ByHand(_Projected):
-    """As in many lectures, in a module whose name says nothing."""
+class ManualAttention(_Projected):
+    """Attention by matrix products and a softmax."""
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.projected(x)
@@ -88,8 +88,8 @@ class ByHand(_Projected):
         return (F.dropout(weights, 0.1) @ value).transpose(1, 2).flatten(2)
 
 
-class Gated(_Projected):
-    """As timm's GPSA: two kinds of weights are mixed, and normalised again."""
+class GatedAttention(_Projected):
+    """timm's GPSA: mixes two kinds of attention weights and normalises them again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Gated(_Projected):
 
 
 class ReversedProducts(_Projected):
-    """As in SAGAN: the weights are the right operand."""
+    """SAGAN's attention: the weights are the right operand of the product."""
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (each.flatten(0, 1) for each in self.projected(x))
@@ -115,19 +115,19 @@ class ReversedProducts(_Projected):
         return out.transpose(1, 2).flatten(2)
 
 
-OF_PYTORCH = {"sdpa": F.scaled_dot_product_attention}
+REGISTRY = {"sdpa": F.scaled_dot_product_attention}
 
 
-class PyTorchsOfARegistry(_Projected):
-    """PyTorch's function itself, in an object from before attach."""
+class RegistrySdpa(_Projected):
+    """Calls PyTorch's function from a dictionary that was filled before attach."""
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.projected(x)
-        return OF_PYTORCH["sdpa"](query, key, value).transpose(1, 2).flatten(2)
+        return REGISTRY["sdpa"](query, key, value).transpose(1, 2).flatten(2)
 
 
-class MHAOfALibrary(torch.autograd.Function):
-    """A kernel of a library, here of PyTorch's operators."""
+class LibraryMHA(torch.autograd.Function):
+    """An attention kernel of a library, in PyTorch's operators."""
 
     @staticmethod
     def forward(ctx: Any, name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -142,21 +142,21 @@ class MHAOfALibrary(torch.autograd.Function):
         return None, *torch.autograd.grad(out, (query, key, value), grads)
 
 
-class OfALibrary(_Projected):
-    """The autograd function of a library that foreshock does not know."""
+class LibraryAttention(_Projected):
+    """Calls an autograd function of a library that foreshock does not know."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = MHAOfALibrary.apply("fast", *self.projected(x))  # type: ignore[no-untyped-call]
+        out: Tensor = LibraryMHA.apply("fast", *self.projected(x))  # type: ignore[no-untyped-call]
         return out.transpose(1, 2).flatten(2)
 
 
-class NamedHeadsOfALibrary(OfALibrary):
-    """The same in a module that may be attention by its attributes."""
+class LibraryAttentionWithHeads(LibraryAttention):
+    """Has the attributes of attention, so that it is a candidate."""
 
     num_heads, names = HEADS, ("q_proj", "k_proj", "v_proj")
 
 
-class FlattenOfALibrary(torch.autograd.Function):
+class LibraryFlatten(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
         return x + bias
@@ -167,18 +167,18 @@ class FlattenOfALibrary(torch.autograd.Function):
 
 
 class Flatten(nn.Module):
-    """Another autograd function of a library: no attention."""
+    """Calls another autograd function of a library, which is not attention."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return FlattenOfALibrary.apply(x, self.bias)  # type: ignore[no-any-return, no-untyped-call]
+        return LibraryFlatten.apply(x, self.bias)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class Pattern(nn.Module):
-    """A softmax over prototypes, which are parameters: no attention."""
+class PrototypeSoftmax(nn.Module):
+    """A softmax over learned prototypes, which is not attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,8 +188,8 @@ class Pattern(nn.Module):
         return torch.softmax(x @ F.normalize(self.prototypes, dim=-1).mT, -1) @ self.values
 
 
-class Router(nn.Module):
-    """A mixture of experts: no attention."""
+class ExpertRouter(nn.Module):
+    """A mixture of experts, which is not attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,8 +200,8 @@ class Router(nn.Module):
         return torch.einsum("bse,bsew->bsw", shares, torch.einsum("bsw,ewv->bsev", x, self.experts))
 
 
-class Mixing(nn.Module):
-    """The same under names that say nothing: `h` heads."""
+class UnrelatedNames(nn.Module):
+    """Causal attention whose attributes have unrelated names."""
 
     def __init__(self) -> None:
         super().__init__()

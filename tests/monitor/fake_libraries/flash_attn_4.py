@@ -1,11 +1,11 @@
-"""Stands in for flash_attn.cute of FlashAttention 4 (flash_attn/cute/interface.py, commit 0251105a), and its arguments.
+"""A fake of flash_attn.cute in FlashAttention 4 (flash_attn/cute/interface.py, commit 0251105a) with its arguments.
 
-Not the library: plain PyTorch computes (attending.py).
+The computation is plain PyTorch (reference_attention.py).
 """
 
 from typing import Any
 
-from tests.monitor.stand_ins.attending import function, public
+from tests.monitor.fake_libraries.reference_attention import function, public
 
 SCORES = "softmax_scale, causal, window_size, learnable_sink, softcap, num_splits, pack_gqa, deterministic"
 MODS = "score_mod, score_mod_bwd, mask_mod"

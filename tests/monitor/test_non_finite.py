@@ -1,4 +1,4 @@
-"""Numbers that are not finite: where they were born, since which step, and that a loss scaler's search is none."""
+"""Nonfinite values: their origin, their first step, and loss scaling, which is not a failure."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.monitor.doubles import Listener
-from tests.monitor.executions import EVERY_STEP
+from tests.monitor.execution_modes import EVERY_STEP
 from tests.monitor.tiny_models import batch, next_token_loss, tiny_gpt
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -23,9 +23,9 @@ LAYERS, HEADS = 4, 3
 REFS = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
 
 
-def rows(*, into: int = LAYERS, out: tuple[int, ...] = (), out_layer: int = LAYERS, backward: int = -1) -> str:
-    """What is said if the inputs of layers `into` on, the outputs of heads `out` of `out_layer`, and the gradients of
-    layers up to `backward` are not finite."""
+def place_for(*, into: int = LAYERS, out: tuple[int, ...] = (), out_layer: int = LAYERS, backward: int = -1) -> str:
+    """The reported origin if these are nonfinite: inputs of layers from `into` on, outputs of heads `out` of layer
+    `out_layer`, and gradients of layers up to `backward`."""
     layers = np.array([layer for layer, _ in REFS])
     by_input = np.where(layers >= into, 8.0, 0.0)
     by_output = np.array([5.0 if (layer, head) in {(out_layer, h) for h in out} else 0.0 for layer, head in REFS])
@@ -33,39 +33,41 @@ def rows(*, into: int = LAYERS, out: tuple[int, ...] = (), out_layer: int = LAYE
     return place_of(REFS, broken, by_input, by_output)
 
 
-def test_the_place_of_a_break_is_between_the_layers_that_show_it_or_at_the_ends_of_the_model() -> None:
+def test_origin_is_located_between_the_layers_that_show_it() -> None:
     last, first = LAYERS - 1, "first in the forward"
-    assert rows() == ""
-    for layer in range(LAYERS):  # a NaN loss makes every gradient NaN
-        own = rows(into=layer + 1, out_layer=layer, out=(1,), backward=last)
-        assert own == f"{first}, in the attention output of layer {layer} head 1; its inputs are finite"
+    assert place_for() == ""
+    for layer in range(LAYERS):  # a NaN loss makes all gradients NaN
+        expected = place_for(into=layer + 1, out_layer=layer, out=(1,), backward=last)
+        assert expected == f"{first}, in the attention output of layer {layer} head 1; its inputs are finite"
     for before, layer in itertools.pairwise(range(LAYERS)):
         between = f"between the attention of layer {before} and the inputs of layer {layer}"
-        assert rows(into=layer, backward=last) == f"{first}, {between}, or in its mask"
-        assert rows(backward=before) == f"first in the backward, between layer {before} and layer {layer}"
-    assert "at or before the inputs of layer 0" in rows(into=0, backward=last)
-    assert "after the attention of layer 3" in rows(backward=last)
+        assert place_for(into=layer, backward=last) == f"{first}, {between}, or in its mask"
+        assert place_for(backward=before) == f"first in the backward, between layer {before} and layer {layer}"
+    assert "at or before the inputs of layer 0" in place_for(into=0, backward=last)
+    assert "after the attention of layer 3" in place_for(backward=last)
     by_input = np.array([8.0 if ref == (2, 1) or ref[0] > 2 else 0.0 for ref in REFS])
-    said = place_of(REFS, np.full(len(REFS), 8.0), by_input, np.zeros(len(REFS)))
-    assert said.endswith("between the attention of layer 1 and the inputs of layer 2 head 1, or in its mask")
+    sentence = place_of(REFS, np.full(len(REFS), 8.0), by_input, np.zeros(len(REFS)))
+    assert sentence.endswith("between the attention of layer 1 and the inputs of layer 2 head 1, or in its mask")
 
 
 @pytest.mark.parametrize("length", [10, 200, 400])
-def test_long_names_leave_out_whole_sentences_and_no_place(length: int) -> None:
+def test_long_names_drop_whole_sentences_but_never_the_origin(length: int) -> None:
     names = (
         f"1 of 9 gradients is not finite: the last one is that of {'deep.' * (length // 5)}weight. Nor is its weight."
     )
     found = Origin(3, "first in the forward, between layer 1 and layer 2", "6 of 72 rows see no key.", names)
-    said = NonFiniteTracker(harm="weights", origin=found).sentence(5, len(REFS))
-    assert len(said) <= 500
-    assert said.startswith("Numbers are not finite since step 3, first in the forward, between layer 1 and layer 2. ")
-    assert "6 of 72 rows see no key." in said
-    assert ("deep." in said) == (length < 400)
-    assert said.endswith(".")
+    sentence = NonFiniteTracker(harm="weights", origin=found).sentence(5, len(REFS))
+    assert len(sentence) <= 500
+    assert sentence.startswith(
+        "Numbers are not finite since step 3, first in the forward, between layer 1 and layer 2. "
+    )
+    assert "6 of 72 rows see no key." in sentence
+    assert ("deep." in sentence) == (length < 400)
+    assert sentence.endswith(".")
 
 
 class Block(nn.Module):
-    """An MLP in three parts, one after another."""
+    """Three linear layers in sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +85,7 @@ def gradients(model: nn.Module) -> Any:
     return [(name, parameter.grad) for name, parameter in model.named_parameters()]
 
 
-def test_a_backward_that_breaks_names_the_module_at_which_it_broke() -> None:
+def test_broken_backward_is_traced_to_its_module() -> None:
     model = Block()
     model.second.register_full_backward_pre_hook(broken)
     model(torch.ones(2, 4)).sum().backward()
@@ -97,25 +99,25 @@ def test_a_backward_that_breaks_names_the_module_at_which_it_broke() -> None:
     assert every.sentence("weights") == "None of 2 weights is finite."
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_one_number_of_one_tensor_is_found(bad: float) -> None:
+@pytest.mark.parametrize("nonfinite", [math.nan, math.inf, -math.inf])
+def test_single_nonfinite_number_is_found(nonfinite: float) -> None:
     model = Block()
     with torch.no_grad():
-        model.third.weight[3, 2] = bad
+        model.third.weight[3, 2] = nonfinite
     assert look_at(model.named_parameters())[0][:4] == (6, 1, "third.weight", "third.bias")
 
 
-def test_finite_and_missing_tensors_are_no_finding() -> None:
+def test_finite_and_missing_tensors_give_no_finding() -> None:
     model = Block()
-    others = [("step", torch.tensor(3)), ("empty", torch.empty(0))]
+    extra = [("step", torch.tensor(3)), ("empty", torch.empty(0))]
     huge = [("huge", torch.full((4,), torch.finfo(torch.float16).max, dtype=torch.float16))]
-    looked = look_at(gradients(model), [*model.named_parameters(), *others], huge)
-    assert [each.broken for each in looked] == [0] * 3
-    assert looked[-1].largest == ("huge", torch.finfo(torch.float16).max)
+    findings = look_at(gradients(model), [*model.named_parameters(), *extra], huge)
+    assert [each.broken for each in findings] == [0] * 3
+    assert findings[-1].largest == ("huge", torch.finfo(torch.float16).max)
 
 
-class Quantised(Tensor):
-    """A tensor whose numbers are something else, which refuses every operation on them."""
+class OpaqueTensor(Tensor):
+    """A tensor subclass that does not support norms, like a quantised tensor."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,67 +126,71 @@ class Quantised(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-def test_tensors_that_hold_no_plain_numbers_are_left_alone() -> None:
+def test_tensors_without_plain_numbers_are_skipped() -> None:
     model = nn.Sequential(Block(), nn.Linear(4, 4, device="meta"), nn.LazyLinear(4))
-    others = [
+    extra = [
         ("sparse", torch.eye(3).to_sparse()),
         ("eighth", torch.full((4,), math.nan).to(torch.float8_e4m3fn)),
-        ("quantised", torch.full((4,), math.nan).as_subclass(Quantised)),
+        ("quantised", torch.full((4,), math.nan).as_subclass(OpaqueTensor)),
         ("complex", torch.full((4,), math.nan, dtype=torch.complex64)),
     ]
-    assert [each.broken for each in look_at(model.named_parameters(), others)] == [0, 0]
+    assert [each.broken for each in look_at(model.named_parameters(), extra)] == [0, 0]
 
 
-def said_of(model: nn.Module, *optimizers: torch.optim.Optimizer, finite_loss: bool = True) -> str:
+def finding_sentence(model: nn.Module, *optimizers: torch.optim.Optimizer, finite_loss: bool = True) -> str:
     return broken_parameters(model, optimizers, finite_loss=finite_loss).sentence
 
 
-def test_what_gradients_and_the_loss_show_together_is_said_and_nothing_of_gradients_that_are_gone() -> None:
+def test_sentence_combines_gradients_and_loss_and_omits_missing_gradients() -> None:
     model = Block()
-    assert said_of(model) == said_of(model, finite_loss=False) == "Weights are finite."
+    assert finding_sentence(model) == finding_sentence(model, finite_loss=False) == "Weights are finite."
     torch.nn.init.constant_((loaded := Block()).first.weight, math.nan)
-    assert "1 of 6 weights is not finite" in said_of(loaded)
-    assert "gradients are finite" not in said_of(loaded)
+    assert "1 of 6 weights is not finite" in finding_sentence(loaded)
+    assert "gradients are finite" not in finding_sentence(loaded)
     model(torch.ones(2, 4)).sum().backward()
-    assert "norm overflows" in said_of(model)
-    assert "look at the labels" in said_of(model, finite_loss=False)
+    assert "norm overflows" in finding_sentence(model)
+    assert "look at the labels" in finding_sentence(model, finite_loss=False)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, math.nan)
-    assert "The loss was finite: look at how it is computed" in said_of(model)
-    assert "The loss was finite" not in said_of(model, finite_loss=False)
+    assert "The loss was finite: look at how it is computed" in finding_sentence(model)
+    assert "The loss was finite" not in finding_sentence(model, finite_loss=False)
 
 
-def test_gradients_whose_norm_overflows_and_one_that_breaks_alone_are_traced_to_their_parameter() -> None:
+def test_overflowing_norm_and_single_broken_gradient_are_traced_to_their_parameter() -> None:
     model = Block()
     for place, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, 3e30 if place == 2 else 1.0)
-    assert "The largest one, 3e+30, is that of second.weight." in said_of(model)
+    assert "The largest one, 3e+30, is that of second.weight." in finding_sentence(model)
     assert model.second.bias.grad is not None
     model.second.bias.grad[0] = math.nan
-    assert "Only this gradient is broken, so check the operation that uses it" in said_of(model)
+    assert "Only this gradient is broken, so check the operation that uses it" in finding_sentence(model)
     torch.nn.init.constant_(model.third.weight, math.nan)
-    assert "that of second.bias, and third.weight, which follows it, is finite. 1 of 6 weights is" in said_of(model)
+    assert "that of second.bias, and third.weight, which follows it, is finite. 1 of 6 weights is" in finding_sentence(
+        model
+    )
     torch.nn.init.ones_(model.third.weight)
     torch.nn.init.constant_(model.second.bias, math.nan)
-    assert "that of second.bias, and third.weight, which follows it, is finite. Nor is its weight." in said_of(model)
+    assert "that of second.bias, and third.weight, which follows it, is finite. Nor is its weight." in finding_sentence(
+        model
+    )
 
 
-def test_an_optimizer_that_nobody_gave_is_found_and_its_learning_rate_named() -> None:
+def test_optimizer_is_found_and_its_nonfinite_learning_rate_or_state_reported() -> None:
     model, other = Block(), Block()
-    kept = [
+    optimizers = [
         torch.optim.SGD(each.parameters(), lr=lr, momentum=0.9) for each, lr in ((model, math.nan), (other, math.inf))
     ]
     model(torch.ones(2, 4)).sum().backward()
-    assert "learning rate" not in said_of(model)
-    kept[0].step()
-    assert "The gradients are finite, so an update of the optimizer broke these weights" in said_of(model)
-    assert "The optimizer's learning rate is nan." in said_of(model)
-    model, kept[0] = Block(), torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    kept[0] = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    kept[0].state[model.first.weight]["momentum_buffer"] = torch.tensor(math.nan)
-    assert "The optimizer's state is not finite" in said_of(model)
+    assert "learning rate" not in finding_sentence(model)
+    optimizers[0].step()
+    assert "The gradients are finite, so an update of the optimizer broke these weights" in finding_sentence(model)
+    assert "The optimizer's learning rate is nan." in finding_sentence(model)
+    model, optimizers[0] = Block(), torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    optimizers[0] = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    optimizers[0].state[model.first.weight]["momentum_buffer"] = torch.tensor(math.nan)
+    assert "The optimizer's state is not finite" in finding_sentence(model)
     torch.nn.init.constant_(model.second.weight, math.nan)
-    assert "next update" not in said_of(model)
+    assert "next update" not in finding_sentence(model)
 
 
 @pytest.mark.parametrize(
@@ -196,19 +202,19 @@ def test_an_optimizer_that_nobody_gave_is_found_and_its_learning_rate_named() ->
         (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), None),
     ],
 )
-def test_broken_weights_in_float16_are_traced_to_an_epsilon_that_is_0_there(optimizer: Any, eps: str | None) -> None:
+def test_broken_float16_weights_are_traced_to_an_epsilon_that_underflows(optimizer: Any, eps: str | None) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         model = Block().to(dtype)
         given = [] if optimizer is None else [optimizer(model)]
-        assert "float16" not in said_of(model, *given)
+        assert "float16" not in finding_sentence(model, *given)
         torch.nn.init.constant_(model.second.weight, math.nan)
-        said = said_of(model, *given)
-        assert (eps is not None and dtype == torch.float16) == ("Weights are in float16" in said)
-        assert eps is None or dtype != torch.float16 or eps in said
+        sentence = finding_sentence(model, *given)
+        assert (eps is not None and dtype == torch.float16) == ("Weights are in float16" in sentence)
+        assert eps is None or dtype != torch.float16 or eps in sentence
 
 
-class Reads(TorchFunctionMode):
-    """Counts what waits for a device: a number of a tensor that the host asks for."""
+class CountHostReads(TorchFunctionMode):
+    """Counts reads of tensor values by the host, which wait for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +227,7 @@ class Reads(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("blocks", [1, 30])
-def test_the_device_is_waited_for_once_whatever_the_number_of_tensors(blocks: int) -> None:
+def test_host_synchronises_once_for_any_number_of_tensors(blocks: int) -> None:
     model = nn.Sequential(*(Block() for _ in range(blocks)), Block().half())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for parameter in model.parameters():
@@ -229,45 +235,45 @@ def test_the_device_is_waited_for_once_whatever_the_number_of_tensors(blocks: in
     optimizer.step()
     with torch.no_grad():
         optimizer.state[model[0].first.weight]["momentum_buffer"][0, 0] = math.inf  # type: ignore[index, union-attr]
-    with Reads() as reads:
+    with CountHostReads() as reads:
         found = broken_parameters(model, [optimizer], finite_loss=True)
     assert found.weights
     assert "optimizer's state is not finite" in found.sentence
     assert reads.count == 1
 
 
-def looks(losses: dict[int, float], norms: dict[int, float], end: int, weights_break: int = 10**9) -> list[int]:
-    """The steps up to `end`, after the first, at which a crisis of 5 steps looks at the parameters."""
+def check_steps(losses: dict[int, float], norms: dict[int, float], end: int, weights_break: int = 10**9) -> list[int]:
+    """The steps before `end`, except the first, at which a Crisis with an interval of 5 steps checks the parameters."""
     model, seen = Block(), []
 
-    def give() -> nn.Module:
+    def get_model() -> nn.Module:
         seen.append(step)
         if step >= weights_break:
             torch.nn.init.constant_(model.first.weight, math.nan)
         return model
 
-    crisis = Crisis(give, list, 5, lambda _: None)
+    crisis = Crisis(get_model, list, 5, lambda _: None)
     for step in range(1, end):
         crisis.look(step, losses.get(step, 1.0), norms.get(step, 1.0))
     assert seen[0] == 1
     return seen[1:]
 
 
-def test_a_crisis_looks_once_at_gradients_at_each_broken_loss_and_never_at_a_healthy_step() -> None:
+def test_crisis_checks_parameters_at_broken_losses_but_never_at_healthy_steps() -> None:
     nan = math.nan
     every = dict.fromkeys(range(10, 30), nan)
-    assert looks({}, {}, 30) == []
-    assert looks({}, every, 30) == [10, 15, 20, 25]
-    assert looks({12: nan, 14: nan}, every, 15) == [10, 12, 14]
-    assert looks(every, every, 30) == [*range(10, 16), 20, 25]
-    assert looks(every, every, 30, weights_break=12) == [10, 11, 12]
+    assert check_steps({}, {}, 30) == []
+    assert check_steps({}, every, 30) == [10, 15, 20, 25]
+    assert check_steps({12: nan, 14: nan}, every, 15) == [10, 12, 14]
+    assert check_steps(every, every, 30) == [*range(10, 16), 20, 25]
+    assert check_steps(every, every, 30, weights_break=12) == [10, 11, 12]
 
 
 @pytest.mark.parametrize(
     ("first", "step", "loss", "watched"),
     [(4.0, 2, 8.5, True), (4.0, 100, 8.5, True), (4.0, 101, 8.5, False), (4.0, 2, 7.9, False), (-4.0, 2, 8.5, False)],
 )
-def test_a_loss_of_twice_the_first_one_has_early_steps_sampled_once(
+def test_loss_of_twice_the_first_triggers_one_close_watch_of_early_steps(
     first: float, step: int, loss: float, watched: bool
 ) -> None:
     for kind in (float, torch.tensor):
@@ -278,20 +284,20 @@ def test_a_loss_of_twice_the_first_one_has_early_steps_sampled_once(
         assert steps == [step] * watched
 
 
-def test_every_broken_loss_is_answered_with_what_was_found_last_and_a_broken_norm_once_in_a_crisis() -> None:
+def test_crisis_answers_each_broken_loss_but_broken_norms_and_weights_rarely() -> None:
     model = Block()
-    for loss, answered in ((math.nan, list(range(2, 20))), (1.0, [2, 7, 12, 17])):
+    for loss, answered_steps in ((math.nan, list(range(2, 20))), (1.0, [2, 7, 12, 17])):
         crisis = Crisis(lambda: model, list, 5, lambda _: None)
         assert crisis.look(1, 1.0, 1.0) is None
-        assert [step for step in range(2, 20) if crisis.look(step, loss, math.nan)] == answered
+        assert [step for step in range(2, 20) if crisis.look(step, loss, math.nan)] == answered_steps
     torch.nn.init.constant_(model.first.weight, math.nan)
-    crisis = Crisis(lambda: model, list, 5, lambda _: None)  # finds broken weights once, and again in the next crisis
+    crisis = Crisis(lambda: model, list, 5, lambda _: None)  # reports broken weights once per crisis
     assert [step for step in range(1, 205) if crisis.look(step, math.nan, 1.0)] == [1, 102, 203]
 
 
-@pytest.mark.parametrize("told", ["loss", "loss and gradient norm"])
+@pytest.mark.parametrize("recorded", ["loss", "loss and gradient norm"])
 @pytest.mark.parametrize("attention", ["kernels", "keep"])
-def test_a_gradscaler_that_starts_high_skips_steps_and_raises_no_warning(attention: Any, told: str) -> None:
+def test_gradscaler_with_a_high_initial_scale_raises_no_warning(attention: Any, recorded: str) -> None:
     model, listener = tiny_gpt(), Listener()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
@@ -306,10 +312,10 @@ def test_a_gradscaler_that_starts_high_skips_steps_and_raises_no_warning(attenti
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
-            agent.step(loss, norm if "norm" in told else None)
+            agent.step(loss, norm if "norm" in recorded else None)
     samples = listener.of(wire.Sample)
     skipped = [sample for sample in samples if sample.grad_norm_nonfinite_steps]
-    assert ("norm" in told) == (len(skipped) > 5)
+    assert ("norm" in recorded) == (len(skipped) > 5)
     assert not samples[-1].grad_norm_nonfinite_steps
     assert scaler.get_scale() < 2.0**20
     assert not listener.of(wire.Verdict)
@@ -317,13 +323,13 @@ def test_a_gradscaler_that_starts_high_skips_steps_and_raises_no_warning(attenti
 
 @pytest.mark.parametrize("poisoned", [13, 20, 21])
 @pytest.mark.parametrize("norms", [True, False])
-def test_the_newest_checkpoint_that_is_advised_was_written_before_the_update_that_broke_the_weights(
+def test_advised_checkpoint_precedes_the_update_that_broke_the_weights(
     poisoned: int, norms: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Samples come every ten steps, and the loss shows a bad update one step later."""
+    """Samples are taken every ten steps, and the loss shows a broken update one step later."""
     model, listener = tiny_gpt(), Listener()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sound = [0]
+    finite_steps = [0]
     monkeypatch.setattr(AgentConfig, "close_watch_steps", 0)
     with attach(model, **{**EVERY_STEP, "sample_every_steps": 10}) as agent:
         agent.subscribe(listener)
@@ -334,14 +340,14 @@ def test_the_newest_checkpoint_that_is_advised_was_written_before_the_update_tha
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) if norms else None
             gradient = next(model.parameters()).grad
             if step == poisoned and gradient is not None:
-                gradient.fill_(math.nan)  # what the backward of a broken kernel would leave
+                gradient.fill_(math.nan)  # like the backward of a broken kernel
             optimizer.step()
             agent.step(loss, norm)
             if all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters()):
-                sound.append(step)
-    told = [verdict for verdict in listener.of(wire.Verdict) if verdict.layer is None]
-    assert told
-    for verdict in told:
-        assert verdict.evidence["suspect_step"] == sound[-1] + 1 == poisoned
+                finite_steps.append(step)
+    verdicts = [verdict for verdict in listener.of(wire.Verdict) if verdict.layer is None]
+    assert verdicts
+    for verdict in verdicts:
+        assert verdict.evidence["suspect_step"] == finite_steps[-1] + 1 == poisoned
         [incident] = incidents([Warned(0, verdict.step, verdict)], RunContext("row_corrected"))
         assert f"a checkpoint before step {poisoned}" in incident.to_do

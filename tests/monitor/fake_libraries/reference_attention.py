@@ -1,4 +1,4 @@
-"""What the stand-ins for attention libraries compute, in plain PyTorch, forward and backward."""
+"""Forward and backward of the fake attention libraries, in plain PyTorch."""
 
 import inspect
 import math
@@ -11,7 +11,7 @@ from torch import Tensor
 POSITIONAL: Final = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
-def seen(
+def visible_keys(
     queries: int,
     keys: int,
     *,
@@ -21,7 +21,7 @@ def seen(
     cu_queries: Tensor | None = None,
     cu_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Which keys each query sees, bool [queries, keys], and how far each key lies behind the query's diagonal."""
+    """Visibility of each key for each query, bool [queries, keys], and the distance of each key from the diagonal."""
     ends_q = torch.tensor([0, queries]) if cu_queries is None else cu_queries.long()
     ends_k = torch.tensor([0, keys]) if cu_keys is None else cu_keys.long()
     row, column = torch.arange(queries), torch.arange(keys)
@@ -52,12 +52,12 @@ def forward(
     bias: Tensor | None = None,
     **rule: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of q [B, S, H, D] and k, v [B, Sk, Hkv, D], or of packed ones [T, H, D]."""
+    """Output and log-sum-exp of q [B, S, H, D] and k, v [B, Sk, Hkv, D], or of packed sequences [T, H, D]."""
     packed = q.dim() == 3
     q, k, v = (x[None] if packed else x for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    visible, distance = seen(q.shape[1], k.shape[1], **rule)
+    visible, distance = visible_keys(q.shape[1], k.shape[1], **rule)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)).float() * scale
     capped = softcap * (scores / softcap).tanh() if softcap > 0 else scores
     slope = torch.ones(()) if softcap <= 0 else 1 - (capped / softcap) ** 2
@@ -66,23 +66,23 @@ def forward(
     if bias is not None:
         capped = capped + bias
     capped = capped.masked_fill(~visible, -math.inf)
-    kept = torch.nn.functional.dropout(torch.ones_like(capped), dropout_p) if dropout_p else torch.ones(())
+    dropout_mask = torch.nn.functional.dropout(torch.ones_like(capped), dropout_p) if dropout_p else torch.ones(())
     lse = capped.logsumexp(-1)
     weights = capped.softmax(-1).nan_to_num()
-    out = torch.einsum("bhqk,bkhd->bqhd", (weights * kept).to(v.dtype), v.repeat_interleave(group, 2))
-    ctx.save_for_backward(q, k, v, weights, kept, slope)
+    out = torch.einsum("bhqk,bkhd->bqhd", (weights * dropout_mask).to(v.dtype), v.repeat_interleave(group, 2))
+    ctx.save_for_backward(q, k, v, weights, dropout_mask, slope)
     ctx.scale, ctx.packed = scale, packed
     return (out[0], lse[0]) if packed else (out, lse)
 
 
 def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    q, k, v, weights, kept, slope = ctx.saved_tensors
+    q, k, v, weights, dropout_mask, slope = ctx.saved_tensors
     group = q.shape[2] // k.shape[2]
     grad = grad[None] if ctx.packed else grad
     wide_k, wide_v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    grad_v = torch.einsum("bhqk,bqhd->bkhd", (weights * kept).to(v.dtype), grad)
-    grad_weights = torch.einsum("bqhd,bkhd->bhqk", grad, wide_v).float() * kept
+    grad_v = torch.einsum("bhqk,bqhd->bkhd", (weights * dropout_mask).to(v.dtype), grad)
+    grad_weights = torch.einsum("bqhd,bkhd->bhqk", grad, wide_v).float() * dropout_mask
     grad_scores = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True)) * slope * ctx.scale
     grad_q = torch.einsum("bhqk,bkhd->bqhd", grad_scores.to(q.dtype), wide_k)
     grad_k = torch.einsum("bhqk,bqhd->bkhd", grad_scores.to(k.dtype), q)
@@ -91,7 +91,7 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def parts(given: dict[str, Any]) -> Any:
-    """Query, key and value of a call, however they are joined."""
+    """Query, key and value of a call, whose arguments may be packed."""
     if "q" in given:
         return given["q"], *(given["kv"].unbind(-3) if "kv" in given else (given["k"], given["v"]))
     heads, qkv = given.get("num_heads_q"), given["qkv"]
@@ -103,7 +103,7 @@ def function(module: str, name: str, arguments: str, *more: None) -> Any:
     """A torch.autograd.Function of FlashAttention with these arguments; it returns `more` after the log-sum-exp."""
     names = arguments.replace(",", " ").split()
 
-    def of_call(ctx: Any, *args: Any) -> Any:
+    def forward_of_call(ctx: Any, *args: Any) -> Any:
         given = dict(zip(names, args, strict=True))
         ends = [given.get(f"cu_seqlens_{side}", given.get("cu_seqlens")) for side in ("q", "k")]
         left, right = given["window_size"]
@@ -119,7 +119,7 @@ def function(module: str, name: str, arguments: str, *more: None) -> Any:
         out, lse = forward(ctx, q, k, v, dropout_p=dropout_p, **scores, **rule)
         return (out, lse, *more) if given.get("return_softmax", True) else out
 
-    def of_gradient(ctx: Any, grad: Tensor, *_: Any) -> Any:
+    def backward_of_call(ctx: Any, grad: Tensor, *_: Any) -> Any:
         query, key, value = backward(ctx, grad)
         if "num_heads_q" in names:
             grads: list[Tensor] = [torch.cat((query, key, value), -2)]
@@ -129,9 +129,13 @@ def function(module: str, name: str, arguments: str, *more: None) -> Any:
             grads = [query, torch.stack((key, value), -3)] if "kv" in names else [query, key, value]
         return *grads, *[None] * (len(names) - len(grads))
 
-    shown: Any = of_call  # as the library's own looks to whoever asks for its arguments
-    shown.__signature__ = inspect.Signature([inspect.Parameter(each, POSITIONAL) for each in ("ctx", *names)])
-    methods = {"forward": staticmethod(of_call), "backward": staticmethod(of_gradient), "__module__": module}
+    annotated: Any = forward_of_call  # the signature that the library's own function has
+    annotated.__signature__ = inspect.Signature([inspect.Parameter(each, POSITIONAL) for each in ("ctx", *names)])
+    methods = {
+        "forward": staticmethod(forward_of_call),
+        "backward": staticmethod(backward_of_call),
+        "__module__": module,
+    }
     return type(name, (torch.autograd.Function,), methods)
 
 
@@ -145,6 +149,6 @@ def public(namespace: dict[str, Any], cls: str, arguments: str, **defaults: Any)
         return namespace[cls].apply(*[given.get(name) for name in every])
 
     every = list(inspect.signature(namespace[cls].forward).parameters)[1:]
-    shown: Any = function
-    shown.__signature__ = inspect.Signature([inspect.Parameter(name, POSITIONAL) for name in names])
+    annotated: Any = function
+    annotated.__signature__ = inspect.Signature([inspect.Parameter(name, POSITIONAL) for name in names])
     return function

@@ -1,5 +1,7 @@
-"""Stands in for TransformerEngine 2.20.0.dev0 (d0067d0d): DotProductAttention, its arguments and the attributes that
-tell what it computes. Not the library: plain PyTorch computes (attending.py).
+"""A fake of DotProductAttention in TransformerEngine 2.20.0.dev0 (d0067d0d).
+
+It has the library's arguments and the attributes that describe the computation, which is plain PyTorch
+(reference_attention.py).
 """
 
 # mypy: disallow-untyped-calls=False
@@ -9,18 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tests.monitor.stand_ins import attending
+from tests.monitor.fake_libraries import reference_attention
 from torch import Tensor, nn
 
 
 class Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, rule: dict[str, Any]) -> Tensor:
-        return attending.forward(ctx, q, k, v, scale=scale, **rule)[0]
+        return reference_attention.forward(ctx, q, k, v, scale=scale, **rule)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return *attending.backward(ctx, grad), None, None
+        return *reference_attention.backward(ctx, grad), None, None
 
 
 class DotProductAttention(nn.Module):

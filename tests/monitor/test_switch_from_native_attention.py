@@ -1,4 +1,4 @@
-"""A switch of a kept layer is one path in every way to run a step: applied between steps, by what ran, and undone."""
+"""Switching a layer from native attention to the kernels and back, in all execution modes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,22 +9,22 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.monitor import ranks
-from tests.monitor.executions import EVERY_STEP
+from tests.monitor.execution_modes import EVERY_STEP
 from tests.monitor.probing import counted_rows
 from tests.monitor.test_switch import command
 from tests.monitor.tiny_models import CausalSelfAttention, batch, tiny_gpt, train_step
-from tests.monitor.torchrun import trained
+from tests.monitor.torchrun import run_on_ranks
 from tests.monitor.transformers_models import DECODER, tiny
-from tests.monitor.watching import listening
+from tests.monitor.watched_training import listening
 from torch import Tensor, nn
 
 from foreshock.contract import wire
 from foreshock.monitor import Agent, attach
 from foreshock.monitor.attention.watched_layer import LAYER_ATTRIBUTE
 
-KEEP: dict[str, Any] = {**EVERY_STEP, "attention": "keep", "probe_rows": 5}
+NATIVE: dict[str, Any] = {**EVERY_STEP, "attention": "keep", "probe_rows": 5}
 SWITCH, UNDO, STEPS = 2, 4, 6
-"""After which steps the orders come."""
+"""The steps after which the commands arrive."""
 
 Step = Callable[[nn.Module, int], Tensor]
 
@@ -49,44 +49,42 @@ def accumulated(model: nn.Module, step: int) -> Tensor:
     return loss.detach()
 
 
-def order(agent: Agent, **changes: Any) -> wire.Switched | None:
-    """A command of the service, as it comes between two steps."""
+def send_command(agent: Agent, **changes: Any) -> wire.Switched | None:
+    """Delivers a command of the service between two steps."""
     return agent._switchboard.obey(command(**changes), step=agent.current_step, unix_seconds=0)
 
 
-def ordered(model: nn.Module, step_of: Step, head: tuple[int, int] = (1, 0)) -> dict[str, Any]:
-    """A training in which a head of the last layer is switched and switched back; what became of it."""
-    waited = []
-    with listening(model, **KEEP) as (agent, listener):
+def train_with_switch(model: nn.Module, step_of: Step, head: tuple[int, int] = (1, 0)) -> dict[str, Any]:
+    """Trains while a head of the last layer is switched and switched back; returns what the agent reported."""
+    checks = []
+    with listening(model, **NATIVE) as (agent, listener):
         for step in range(STEPS):
             agent.step(step_of(model, step))
             if step + 1 == SWITCH:
-                waited.append(order(agent, heads=(head,)) is None and set(agent.modes().values()) == {"plain"})
+                checks.append(send_command(agent, heads=(head,)) is None and set(agent.modes().values()) == {"plain"})
             if step + 1 == UNDO:
-                undone = order(agent, id="c2", heads=(head,), mode="plain")
-                waited.append(undone is not None and undone.outcome == "applied")
+                undone = send_command(agent, id="c2", heads=(head,), mode="plain")
+                checks.append(undone is not None and undone.outcome == "applied")
     answers = [(s.command, s.outcome, s.step) for s in listener.of(wire.Switched)]
     modes = [s.modes.numpy().tolist() for s in listener.of(wire.Sample)]
-    return {"waited": waited, "answers": answers, "rows": counted_rows(listener), "modes": modes}
+    return {"waited": checks, "answers": answers, "rows": counted_rows(listener), "modes": modes}
 
 
-def assert_the_switch_ran(told: dict[str, Any], *, sampled: int, every: int) -> None:
-    """`sampled` and `every`: rows that a kept and a served head counts in a step."""
-    assert told["waited"] == [True, True]
-    assert told["answers"] == [("c1", "applied", SWITCH)]
-    first = len(told["rows"][0]) // 2
-    kept, served = [sampled] * first * 2, [sampled] * first + [every] * first
+def assert_switched_and_undone(results: dict[str, Any], *, sampled: int, every: int) -> None:
+    """sampled, every: rows per step of a head with native attention and of a head on the kernels."""
+    assert results["waited"] == [True, True]
+    assert results["answers"] == [("c1", "applied", SWITCH)]
+    first = len(results["rows"][0]) // 2
+    native, switched_rows = [sampled] * first * 2, [sampled] * first + [every] * first
     between = UNDO - SWITCH
-    assert told["rows"] == [kept] * SWITCH + [served] * between + [kept] * (STEPS - UNDO)
+    assert results["rows"] == [native] * SWITCH + [switched_rows] * between + [native] * (STEPS - UNDO)
     switched = [0] * first + [1] + [0] * (first - 1)
-    assert told["modes"] == [[0] * 2 * first] * SWITCH + [switched] * between + [[0] * 2 * first] * (STEPS - UNDO)
+    assert results["modes"] == [[0] * 2 * first] * SWITCH + [switched] * between + [[0] * 2 * first] * (STEPS - UNDO)
 
 
 @pytest.mark.parametrize(("step_of", "sampled"), [(eager, 5), (compiled, 5), (accumulated, 10)])
-def test_a_switch_takes_effect_with_the_next_step_is_answered_when_that_ran_and_is_undone(
-    step_of: Step, sampled: int
-) -> None:
-    assert_the_switch_ran(ordered(tiny_gpt(), step_of), sampled=sampled, every=24)
+def test_switch_takes_effect_in_the_next_step_and_can_be_undone(step_of: Step, sampled: int) -> None:
+    assert_switched_and_undone(train_with_switch(tiny_gpt(), step_of), sampled=sampled, every=24)
 
 
 GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
@@ -97,7 +95,9 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def of_transformers(model: nn.Module, step: int, *, compile: Callable[[nn.Module], Any], **inputs: Any) -> Tensor:
+def step_of_transformers_model(
+    model: nn.Module, step: int, *, compile: Callable[[nn.Module], Any], **inputs: Any
+) -> Tensor:
     run = compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     return train_step(lambda ids: run(ids, **inputs).logits, optimizer, step).detach()
@@ -105,41 +105,41 @@ def of_transformers(model: nn.Module, step: int, *, compile: Callable[[nn.Module
 
 COMPILERS: dict[str, Callable[[nn.Module], Any]] = {
     "eager": lambda model: model,
-    "compiled whole": lambda model: torch.compile(model, backend="aot_eager", fullgraph=True),
-    "compiled by inductor": torch.compile,
+    "compiled, full graph": lambda model: torch.compile(model, backend="aot_eager", fullgraph=True),
+    "compiled, inductor": torch.compile,
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("family", "way"),
+    ("family", "compiler"),
     [
         ("Llama", "eager"),
-        ("Llama", "compiled whole"),
-        ("GPT2", "compiled whole"),
+        ("Llama", "compiled, full graph"),
+        ("GPT2", "compiled, full graph"),
         ("Llama without a cache", "eager"),
         ("GPT2", "eager"),
-        ("Llama", "compiled by inductor"),
+        ("Llama", "compiled, inductor"),
     ],
 )
-def test_a_model_of_transformers_is_switched_and_switched_back_however_it_is_compiled(family: str, way: str) -> None:
+def test_transformers_model_is_switched_and_switched_back_for_each_compiler(family: str, compiler: str) -> None:
     def step_of(model: nn.Module, step: int) -> Tensor:
-        return of_transformers(model, step, compile=COMPILERS[way])
+        return step_of_transformers_model(model, step, compile=COMPILERS[compiler])
 
-    assert_the_switch_ran(ordered(FAMILIES[family](), step_of), sampled=5, every=24)
+    assert_switched_and_undone(train_with_switch(FAMILIES[family](), step_of), sampled=5, every=24)
 
 
 @pytest.mark.full
-def test_a_switch_of_a_compiled_model_that_passes_masks_is_refused_with_the_reason() -> None:
+def test_switch_of_a_compiled_model_with_masks_is_refused_with_the_reason() -> None:
     model = FAMILIES["Llama without a cache"]()
-    with listening(model, **KEEP) as (agent, _):
-        agent.step(of_transformers(model, 0, compile=COMPILERS["compiled whole"]))
+    with listening(model, **NATIVE) as (agent, _):
+        agent.step(step_of_transformers_model(model, 0, compile=COMPILERS["compiled, full graph"]))
         with pytest.raises(ValueError, match="it passes a mask; a switch would change nothing"):
             agent.set_mode([(0, 0)], "exact_delta", reason="a drift")
 
 
-def of_a_rank() -> dict[str, dict[str, Any]]:
-    """FSDP2 and tensor-parallel heads in one process of two, each ordered to switch."""
+def results_of_this_rank() -> dict[str, dict[str, Any]]:
+    """Trainings with a switch under FSDP2 and tensor parallelism, on one of two ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def own_rows(model: nn.Module, step: int) -> Tensor:
@@ -147,39 +147,39 @@ def of_a_rank() -> dict[str, dict[str, Any]]:
         return train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), step, ids).detach()
 
     return {
-        "FSDP2": ordered(ranks.sharded(ranks.nano()), own_rows),
-        # each rank holds two of the four heads
-        "tensor parallel": ordered(ranks.tensor_parallel(ranks.grouped(), world), eager, (1, 2 * rank)),
+        "FSDP2": train_with_switch(ranks.sharded(ranks.nano()), own_rows),
+        # each rank has two of the four heads
+        "tensor parallel": train_with_switch(ranks.tensor_parallel(ranks.grouped(), world), eager, (1, 2 * rank)),
     }
 
 
 @pytest.mark.full
-def test_ranks_that_share_weights_or_heads_switch_alike(tmp_path: Path) -> None:
-    for rank in trained(of_a_rank, 2, tmp_path, seconds=240):
-        assert_the_switch_ran(rank["FSDP2"], sampled=5, every=24)
-        assert_the_switch_ran(rank["tensor parallel"], sampled=5, every=24)
+def test_ranks_switch_alike_under_fsdp2_and_tensor_parallelism(tmp_path: Path) -> None:
+    for rank in run_on_ranks(results_of_this_rank, 2, tmp_path, seconds=240):
+        assert_switched_and_undone(rank["FSDP2"], sampled=5, every=24)
+        assert_switched_and_undone(rank["tensor parallel"], sampled=5, every=24)
 
 
-def replayed(model: nn.Module, agent: Agent) -> None:
-    """Stands in for the replay of a captured step: no Python of the model runs, and nothing in it can change."""
+def replay(model: nn.Module, agent: Agent) -> None:
+    """Simulates the replay of a captured step, in which no Python code of the model runs."""
     layers = [vars(module)[LAYER_ATTRIBUTE] for module in model.modules() if LAYER_ATTRIBUTE in vars(module)]
     assert layers
     agent._attached.sampling.captured = True
     agent.step(1.0)
 
 
-def test_what_a_captured_step_hides_waits_with_a_word_of_what_to_do_and_takes_effect_when_captured_again(
+def test_switch_waits_with_advice_while_replays_hide_the_layers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = tiny_gpt()
-    with listening(model, **KEEP) as (agent, listener):
+    with listening(model, **NATIVE) as (agent, listener):
         agent.step(eager(model, 0))
-        assert order(agent) is None
+        assert send_command(agent) is None
         for _ in range(4):
-            replayed(model, agent)
+            replay(model, agent)
         assert listener.of(wire.Switched) == []
         assert caplog.text.count("Run one step without the graph, then capture it again") == 1
-        assert "c1" not in agent.state_dict()["switch"]["answered"]  # the service orders it again after a restart
+        assert "c1" not in agent.state_dict()["switch"]["answered"]  # the service sends it again after a restart
         agent.step(eager(model, 1))
         [switched] = listener.of(wire.Switched)
         assert (switched.command, switched.outcome, switched.step) == ("c1", "applied", 5)
@@ -187,29 +187,29 @@ def test_what_a_captured_step_hides_waits_with_a_word_of_what_to_do_and_takes_ef
         assert "c1" in agent.state_dict()["switch"]["answered"]
 
 
-def test_an_order_that_waits_expires_and_gives_way_to_a_later_one() -> None:
+def test_waiting_command_may_expire_or_be_replaced_by_a_later_one() -> None:
     model = tiny_gpt()
-    with listening(model, **KEEP) as (agent, listener):
+    with listening(model, **NATIVE) as (agent, listener):
         agent.step(eager(model, 0))
-        assert order(agent, expires_step=3) is None
+        assert send_command(agent, expires_step=3) is None
         for _ in range(3):
-            replayed(model, agent)
-        assert order(agent, id="c2", mode="row_corrected") is None
-        assert order(agent, id="c3", mode="paper_softmax") is None
-        replayed(model, agent)
+            replay(model, agent)
+        assert send_command(agent, id="c2", mode="row_corrected") is None
+        assert send_command(agent, id="c3", mode="paper_softmax") is None
+        replay(model, agent)
         agent.step(eager(model, 1))
-        told = [(s.command, s.outcome) for s in listener.of(wire.Switched)]
-        assert told == [("c1", "expired"), ("c2", "refused"), ("c3", "applied")]
+        answers = [(s.command, s.outcome) for s in listener.of(wire.Switched)]
+        assert answers == [("c1", "expired"), ("c2", "refused"), ("c3", "applied")]
         assert agent.modes()[(1, 0)] == "paper_softmax"
 
 
 @pytest.mark.parametrize(("switched", "undone"), [(1, 4), (8, 9)])
-def test_a_switch_taken_back_before_the_next_sample_makes_no_peer_look_as_if_it_had_stopped(
+def test_switch_undone_before_the_next_sample_reports_no_layer_as_stopped(
     switched: int, undone: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Our kernels count every step of the switched layer; its peer is measured in one of ten, and in none of these."""
+    """The kernels count every step of the switched layer; the other layer is sampled every ten steps, not in these."""
     model = tiny_gpt()
-    with attach(model, **{**KEEP, "sample_every_steps": 10}) as agent:
+    with attach(model, **{**NATIVE, "sample_every_steps": 10}) as agent:
         for step in range(12):
             if step in (switched, undone):
                 agent.set_mode([(0, 0)], "row_corrected" if step == switched else "plain", reason="tried")
@@ -220,7 +220,7 @@ def test_a_switch_taken_back_before_the_next_sample_makes_no_peer_look_as_if_it_
 @pytest.mark.full
 @pytest.mark.parametrize("step_of", [eager, compiled])
 @pytest.mark.parametrize("saved_after", [SWITCH, SWITCH + 1])
-def test_a_switched_run_that_resumes_goes_on_to_the_last_bit(saved_after: int, step_of: Step) -> None:
+def test_resumed_switched_run_is_bit_identical(saved_after: int, step_of: Step) -> None:
     def train(model: nn.Module, agent: Agent, steps: range) -> None:
         for step in steps:
             agent.step(step_of(model, step))
@@ -230,30 +230,30 @@ def test_a_switched_run_that_resumes_goes_on_to_the_last_bit(saved_after: int, s
                 saved.update(agent=agent.state_dict(), model={n: w.clone() for n, w in model.state_dict().items()})
 
     saved: dict[str, Any] = {}
-    whole, again = tiny_gpt(), tiny_gpt(seed=5)
-    with attach(whole, **KEEP) as agent:
-        train(whole, agent, range(STEPS))
+    uninterrupted, resumed = tiny_gpt(), tiny_gpt(seed=5)
+    with attach(uninterrupted, **NATIVE) as agent:
+        train(uninterrupted, agent, range(STEPS))
         assert agent.modes()[(1, 0)] == "row_corrected"
     torch._dynamo.reset()
-    again.load_state_dict(saved["model"])
-    with attach(again, **KEEP) as agent:
+    resumed.load_state_dict(saved["model"])
+    with attach(resumed, **NATIVE) as agent:
         agent.load_state_dict(saved["agent"])
         saved_after = 0
-        train(again, agent, range(agent.current_step, STEPS))
+        train(resumed, agent, range(agent.current_step, STEPS))
         assert agent.modes()[(1, 0)] == "row_corrected"
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(uninterrupted.parameters(), resumed.parameters(), strict=True))
 
 
 @pytest.mark.full
 @pytest.mark.promise("A14")
 @pytest.mark.parametrize("step_of", [eager, compiled, accumulated])
-@pytest.mark.parametrize("drops", [False, True])
-def test_by_default_a_training_is_the_same_to_the_last_bit_in_every_way_to_run_it(step_of: Step, drops: bool) -> None:
-    """Nothing that is decided here looks at the device: so it is on a GPU."""
+@pytest.mark.parametrize("dropout", [False, True])
+def test_training_is_bit_identical_by_default_in_all_execution_modes(step_of: Step, dropout: bool) -> None:
+    """The decisions under test do not depend on the device, so the result also holds on a GPU."""
     results = []
     for watched in (False, True):
         torch.manual_seed(2)
-        model = tiny_gpt(*((Dropping if drops else CausalSelfAttention)(16, 2) for _ in range(2)))
+        model = tiny_gpt(*((WithDropout if dropout else CausalSelfAttention)(16, 2) for _ in range(2)))
         agent = attach(model, strict=True, quiet=True) if watched else None
         torch.manual_seed(8)
         losses = []
@@ -269,8 +269,8 @@ def test_by_default_a_training_is_the_same_to_the_last_bit_in_every_way_to_run_i
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-class Dropping(CausalSelfAttention):
-    """Drops a fifth of its weights while it trains, as GPT-2 of transformers drops a tenth."""
+class WithDropout(CausalSelfAttention):
+    """Causal attention with dropout of 0.2 in training."""
 
     def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, dropout_p=0.2 * self.training, is_causal=True)
@@ -285,13 +285,13 @@ CHECKPOINTING: dict[str, Any] = {
 
 @pytest.mark.parametrize("attention", ["keep", "kernels"])
 @pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])
-def test_a_switched_layer_draws_its_own_dropout_and_a_recompute_draws_it_again(kind: str, attention: str) -> None:
-    """Gradients with checkpointing are those without it only where the recomputed masks are those of the forward."""
+def test_recompute_of_a_switched_layer_draws_the_same_dropout(kind: str, attention: str) -> None:
+    """Gradients equal those without checkpointing only if the recompute draws the masks of the forward again."""
     trained_weights = []
     for checkpoint in (CHECKPOINTING["none"], CHECKPOINTING[kind]):
         torch.manual_seed(1)
-        model = tiny_gpt(Dropping(16, 2), Dropping(16, 2), checkpoint=checkpoint)
-        with attach(model, **KEEP | {"attention": attention}) as agent:
+        model = tiny_gpt(WithDropout(16, 2), WithDropout(16, 2), checkpoint=checkpoint)
+        with attach(model, **NATIVE | {"attention": attention}) as agent:
             agent.step(eager(model, 0))
             agent.set_mode(agent.modes(), "row_corrected", "a test")
             torch.manual_seed(7)
@@ -303,15 +303,15 @@ def test_a_switched_layer_draws_its_own_dropout_and_a_recompute_draws_it_again(k
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def test_a_layer_that_did_not_run_waits_while_its_peer_is_switched() -> None:
+def test_layer_that_did_not_run_is_switched_once_it_runs() -> None:
     model = tiny_gpt()
-    with listening(model, **KEEP) as (agent, listener):
+    with listening(model, **NATIVE) as (agent, listener):
         agent.step(eager(model, 0))
-        assert order(agent, heads=None) is None
+        assert send_command(agent, heads=None) is None
         last = model.blocks[1]
         model.blocks[1] = nn.Identity()
         agent.step(eager(model, 1))
         model.blocks[1] = last
         agent.step(eager(model, 2))
-        told = [(s.command, s.outcome, s.heads, s.step) for s in listener.of(wire.Switched)]
-        assert told == [("c1", "applied", ((0, 0), (0, 1)), 1), (None, "applied", ((1, 0), (1, 1)), 2)]
+        answers = [(s.command, s.outcome, s.heads, s.step) for s in listener.of(wire.Switched)]
+        assert answers == [("c1", "applied", ((0, 0), (0, 1)), 1), (None, "applied", ((1, 0), (1, 1)), 2)]

@@ -1,10 +1,11 @@
-"""Stands in for flash_attn_interface of FlashAttention 3 (hopper/flash_attn_interface.py, commit c75d019d), and its
-arguments. Not the library: plain PyTorch computes (attending.py).
+"""A fake of flash_attn_interface in FlashAttention 3 (hopper/flash_attn_interface.py, commit c75d019d).
+
+It has the library's arguments. The computation is plain PyTorch (reference_attention.py).
 """
 
 from typing import Any
 
-from tests.monitor.stand_ins.attending import function, public
+from tests.monitor.fake_libraries.reference_attention import function, public
 
 SCALES = "q_descale, k_descale, v_descale"
 REST = "window_size, attention_chunk, softcap, num_splits, pack_gqa, deterministic, sm_margin, return_softmax"

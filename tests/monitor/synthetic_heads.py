@@ -1,4 +1,4 @@
-"""Made-up heads whose fate is known, and the detectors played over them."""
+"""Synthetic heads whose outcome is known, and a function that runs the detectors on them."""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,11 +14,11 @@ from foreshock.monitor.detect.readings import Readings
 
 HEADS = [(layer, head) for layer in range(4) for head in range(4)]
 N = len(HEADS)
-SICK = 2
+FAILING = 2
 """Row of the head that fails: layer 0 head 2."""
-EVERY = 50
-HOWEVER_FAR = DetectorConfig(horizon_windows=None)
-"""Warns of a drift whose harm is far beyond the run's end, so that a slow one shows what holds it back otherwise."""
+INTERVAL = 50
+NO_HORIZON = DetectorConfig(horizon_windows=None)
+"""Warns about a drift however far in the future its harm is, so that slow drifts test the other conditions."""
 Course = Callable[[int], tuple[Floats, Floats]]
 """Offsets and largest scores, [N], at a step."""
 
@@ -29,34 +29,34 @@ def noise(step: int) -> Floats:
 
 
 def healthy(step: int) -> tuple[Floats, Floats]:
-    """Every head grows fast at first, each to its own level, and then hardly."""
+    """Each head grows fast at first, then settles at its own level."""
     level = np.linspace(-6.0, 24.0, N)
     offset = level * (1 - np.exp(-step / 900)) + 0.05 * noise(step)
     return offset, 12 + 25 * (1 - np.exp(-step / 700)) + 1.5 * np.abs(noise(step + 1))
 
 
-def creep(step: int) -> tuple[Floats, Floats]:
-    """One head drifts 1.5 nats in a thousand steps from step 2000 on: 512 is hundreds of thousands of steps away."""
+def slow_drift(step: int) -> tuple[Floats, Floats]:
+    """One head drifts 1.5 nats per thousand steps after step 2000: 512 is hundreds of thousands of steps away."""
     offset, score = healthy(step)
-    offset[SICK] = 0.3 + 1.5e-3 * max(0, step - 2000) + 0.05 * noise(step)[SICK]
+    offset[FAILING] = 0.3 + 1.5e-3 * max(0, step - 2000) + 0.05 * noise(step)[FAILING]
     return offset, score
 
 
-def line(step: int) -> tuple[Floats, Floats]:
-    """One head drifts 40 nats in a thousand steps from step 2000 on, and its largest score with it."""
+def linear_drift(step: int) -> tuple[Floats, Floats]:
+    """One head's offset and largest score drift 40 nats per thousand steps after step 2000."""
     offset, score = healthy(step)
     drift = 0.04 * max(0, step - 2000)
-    offset[SICK] = 0.3 + drift + 0.05 * noise(step)[SICK]
-    score[SICK] += drift
+    offset[FAILING] = 0.3 + drift + 0.05 * noise(step)[FAILING]
+    score[FAILING] += drift
     return offset, score
 
 
 def explosion(step: int) -> tuple[Floats, Floats]:
-    """One head doubles every 800 steps from step 2000 on."""
+    """One head's offset doubles every 800 steps after step 2000."""
     offset, score = healthy(step)
     drift = 0.5 * 2 ** (max(0, step - 2000) / 800)
-    offset[SICK] = drift + 0.02 * noise(step)[SICK]
-    score[SICK] = 9 + 1.25 * drift
+    offset[FAILING] = drift + 0.02 * noise(step)[FAILING]
+    score[FAILING] = 9 + 1.25 * drift
     return offset, score
 
 
@@ -66,10 +66,10 @@ def reading(
     offset, score = course(step)
 
     delta = 1e-4 * noise(step + 2)
-    delta[SICK] += bias * 1e-4
+    delta[FAILING] += bias * 1e-4
     defaults: dict[str, Any] = {
         "step": step,
-        "since_step": step - EVERY,
+        "since_step": step - INTERVAL,
         "rows": np.full(N, 1e5),
         "score_offset": offset,
         "largest_score": score,
@@ -86,11 +86,11 @@ def play(
     course: Course = healthy, until: int = 7000, detectors: Detectors | None = None, since: int = 0, **fields: Any
 ) -> tuple[Detectors, list[wire.Verdict]]:
     detectors = detectors or Detectors(HEADS)
-    told = []
-    for step in range(since + EVERY, until + 1, EVERY):
-        told += detectors.update(reading(step, course, **fields))
-    return detectors, told
+    verdicts = []
+    for step in range(since + INTERVAL, until + 1, INTERVAL):
+        verdicts += detectors.update(reading(step, course, **fields))
+    return detectors, verdicts
 
 
-def raised(told: list[wire.Verdict]) -> list[tuple[int | None, int | None]]:
-    return [(v.layer, v.head) for v in told if v.state == "raised"]
+def raised(verdicts: list[wire.Verdict]) -> list[tuple[int | None, int | None]]:
+    return [(v.layer, v.head) for v in verdicts if v.state == "raised"]

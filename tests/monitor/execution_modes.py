@@ -1,4 +1,4 @@
-"""Models and modes of execution, and one training with an agent and without: what must be equal to the last bit."""
+"""Models and execution modes, and trainings with and without an agent, which must be bit-identical."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -41,8 +41,8 @@ EVERY_STEP: dict[str, Any] = {
 
 
 @contextmanager
-def operator_alone(numerics: str = "auto") -> Iterator[None]:
-    """Our operator under F.scaled_dot_product_attention, with no agent, no state and no modes."""
+def operator_without_agent(numerics: str = "auto") -> Iterator[None]:
+    """F.scaled_dot_product_attention replaced by foreshock's operator, without an agent, statistics or modes."""
 
     def attention(
         query: Tensor,
@@ -65,8 +65,8 @@ def operator_alone(numerics: str = "auto") -> Iterator[None]:
 
 
 @dataclass
-class Trained:
-    """What came out of a training: the loss of each step, the weights, and what the agent said."""
+class TrainingResult:
+    """Losses and weights of a training, and the agent's events."""
 
     losses: list[Tensor]
     weights: list[Tensor]
@@ -76,54 +76,54 @@ class Trained:
 
     @property
     def words(self) -> list[Any]:
-        """The head states of each sample, [heads, SLOT_COUNT]."""
+        """The counters of each sample, [heads, SLOT_COUNT]."""
         return [sample.words() for sample in self.listener.of(wire.Sample)]
 
     @property
     def rows(self) -> list[int]:
-        """Rows counted per head over all samples."""
+        """Rows per head, over all samples."""
         return np.sum([slot_values(words, Slot.ROWS) for words in self.words], axis=0).astype(int).tolist()  # type: ignore[no-any-return]
 
     @property
     def norms(self) -> Any:
-        """The last spectral norms of W_Q, [heads]."""
+        """The latest spectral norms of W_Q, [heads]."""
         return self.listener.of(wire.Sample)[-1].query_norm.numpy()
 
-    def assert_same_bits(self, other: "Trained") -> None:
-        """Losses and weights are equal to the last bit."""
+    def assert_same_bits(self, other: "TrainingResult") -> None:
+        """Asserts that losses and weights are bit-identical."""
         for a, b in zip(self.losses + self.weights, other.losses + other.weights, strict=True):
             assert torch.equal(a, b), float((a.double() - b.double()).abs().max())
 
-    def assert_near(self, other: "Trained", rtol: float, atol: float) -> None:
-        """Losses and weights are equal within rounding."""
+    def assert_near(self, other: "TrainingResult", rtol: float, atol: float) -> None:
+        """Asserts that losses and weights are equal within rounding."""
         for a, b in zip(self.losses + self.weights, other.losses + other.weights, strict=True):
             torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
 
 def _weights(model: nn.Module) -> list[Tensor]:
-    """What this process holds of every weight."""
+    """This rank's shard of each weight."""
     return [local_tensor(weight).clone() for weight in model.parameters()]
 
 
 Loop = Callable[[nn.Module, Callable[[Tensor], None]], list[Tensor]]
-"""Trains a model, calls its second argument with the loss after every optimizer step, and returns the losses."""
+"""Trains a model, passes the loss of each optimizer step to its second argument, and returns the losses."""
 
 
-def unwatched(model: nn.Module, loop: Loop) -> Trained:
-    """Train with the model's own attention and no agent."""
-    return Trained(loop(model, lambda loss: None), _weights(model))
+def train_unwatched(model: nn.Module, loop: Loop) -> TrainingResult:
+    """Trains with the model's native attention, without an agent."""
+    return TrainingResult(loop(model, lambda loss: None), _weights(model))
 
 
-def alone(model: nn.Module, loop: Loop, numerics: str = "auto") -> Trained:
-    """Train with our operator and no agent."""
-    with operator_alone(numerics):
-        return unwatched(model, loop)
+def train_with_operator(model: nn.Module, loop: Loop, numerics: str = "auto") -> TrainingResult:
+    """Trains with foreshock's operator, without an agent."""
+    with operator_without_agent(numerics):
+        return train_unwatched(model, loop)
 
 
-def watched(
+def train_watched(
     model: nn.Module, loop: Loop, *, during: Callable[[Agent], None] | None = None, **overrides: Any
-) -> Trained:
-    """Train with an agent, which closes in the end; `during` is called after each of its steps."""
+) -> TrainingResult:
+    """Trains with an agent and closes it. `during` is called after each step."""
     listener = Listener()
     with attach(model, **{**EVERY_STEP, **overrides}) as agent:
         agent.subscribe(listener)
@@ -134,7 +134,7 @@ def watched(
                 during(agent)
 
         losses = loop(model, stepped)
-    return Trained(losses, _weights(model), listener, agent.run, agent.report())
+    return TrainingResult(losses, _weights(model), listener, agent.run, agent.report())
 
 
 STEPS = 2
@@ -142,7 +142,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Mode:
-    """How a step is run."""
+    """An execution mode of a training step."""
 
     compile: dict[str, Any] | None = None
     checkpoint: Checkpoint | None = None
@@ -150,10 +150,10 @@ class Mode:
     autocast: bool = False
     dtype: torch.dtype = torch.float32
     reentrant: bool | None = None
-    """of the checkpoints that a model of transformers makes itself"""
+    """for the activation checkpointing of transformers' models"""
 
     def loop(self, model: nn.Module, stepped: Callable[[Tensor], None]) -> list[Tensor]:
-        """Some optimizer steps."""
+        """Trains some optimizer steps."""
         run: Any = model if self.compile is None else torch.compile(model, **self.compile)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
@@ -171,7 +171,7 @@ class Mode:
 
 
 def saving(*saved: Any) -> Checkpoint:
-    """Selective checkpointing: these operators' results are saved, all else is computed again."""
+    """Selective checkpointing: results of the given operators are saved, all others recomputed."""
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -203,44 +203,47 @@ def encoder_layer() -> nn.Module:
 
 
 def seeded(make: Callable[[Checkpoint | None], nn.Module]) -> Callable[[Mode], nn.Module]:
-    def made(mode: Mode) -> nn.Module:
+    def build(mode: Mode) -> nn.Module:
         torch.manual_seed(3)
         return make(mode.checkpoint).to(mode.dtype)
 
-    return made
+    return build
 
 
 def gpt_of(layer: Callable[[], nn.Module]) -> Callable[[Mode], nn.Module]:
-    return seeded(lambda kept: tiny_gpt(layer(), layer(), seed=3, checkpoint=kept))
+    return seeded(lambda checkpoint: tiny_gpt(layer(), layer(), seed=3, checkpoint=checkpoint))
 
 
 class Logits(nn.Module):
-    """A model of transformers whose output is its logits; its dropout is off, so that two runs are the same."""
+    """Returns only the logits of a transformers model, with dropout off so that runs are reproducible."""
 
     def __init__(self, name: str, mode: Mode) -> None:
         super().__init__()
-        made: Any = TRANSFORMERS[name]().train().to(mode.dtype)
-        for module in made.modules():
+        model: Any = TRANSFORMERS[name]().train().to(mode.dtype)
+        for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
             if isinstance(getattr(module, "attn_dropout", None), float):
                 module.attn_dropout = 0.0
         if mode.reentrant is not None:
-            old, new = "gradient_checkpointing_enable", "activation_checkpointing_enable"  # before transformers 5.20
-            getattr(made, new, getattr(made, old))({"use_reentrant": mode.reentrant})
-            made.enable_input_require_grads()
-        made.config.use_cache = mode.compile is not None  # without one, compiled code passes a mask
-        self.model = made
+            old, new = (
+                "gradient_checkpointing_enable",
+                "activation_checkpointing_enable",
+            )  # `old` before transformers 5.20
+            getattr(model, new, getattr(model, old))({"use_reentrant": mode.reentrant})
+            model.enable_input_require_grads()
+        model.config.use_cache = mode.compile is not None  # without a cache, compiled code passes a mask
+        self.model = model
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.model(input_ids=ids).logits  # type: ignore[no-any-return]
 
 
 MODELS: dict[str, tuple[Callable[[Mode], nn.Module], int, int]] = {
-    # how it is made, query heads in all, rows of a head in a micro-batch
+    # constructor, query heads of all layers, rows per head in a micro-batch
     "nanoGPT": (gpt_of(lambda: CausalSelfAttention(16, 2)), 4, 24),
     "plain attention": (gpt_of(lambda: GroupedQueryAttention(16, 4, 2)), 8, 24),
-    "ViT": (seeded(lambda kept: TinyViT(checkpoint=kept)), 4, 2 * 4),
+    "ViT": (seeded(lambda checkpoint: TinyViT(checkpoint=checkpoint)), 4, 2 * 4),
     "torch TransformerEncoder": (gpt_of(encoder_layer), 4, 24),
     **{name: (functools.partial(Logits, name), 8, 24) for name in TRANSFORMERS},
 }

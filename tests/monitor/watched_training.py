@@ -1,4 +1,4 @@
-"""Train a small model under an agent, and what the agent said and counted."""
+"""Helpers that train a small model with an agent and return the agent's events and counters."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from tests.monitor.doubles import Listener
-from tests.monitor.executions import EVERY_STEP
+from tests.monitor.execution_modes import EVERY_STEP
 from tests.monitor.tiny_models import train_step
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from foreshock.monitor import Agent, attach
 
 @contextmanager
 def listening(model: nn.Module, **settings: Any) -> Iterator[tuple[Agent, Listener]]:
-    """An agent that samples every step, unless other settings are given, and everything that it says."""
+    """An agent and a listener of its events; samples every step unless the settings say otherwise."""
     with attach(model, **{**EVERY_STEP, **settings}) as agent:
         listener = Listener()
         agent.subscribe(listener)
@@ -26,7 +26,7 @@ def listening(model: nn.Module, **settings: Any) -> Iterator[tuple[Agent, Listen
 
 
 def train(agent: Agent, model: Any, steps: int | Iterable[int], ids: Tensor | None = None) -> list[Tensor]:
-    """Train some steps, and call the agent after each; returns the losses."""
+    """Train and call the agent after each step; returns the losses."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(steps) if isinstance(steps, int) else steps:
         losses.append(train_step(model, optimizer, step, ids).detach())
@@ -35,7 +35,7 @@ def train(agent: Agent, model: Any, steps: int | Iterable[int], ids: Tensor | No
 
 
 def watch(model: nn.Module, steps: int = 2, **settings: Any) -> tuple[Agent, Listener]:
-    """Attach, train, close; returns the agent and everything it said."""
+    """Attach, train and close; returns the agent and a listener with its events."""
     with listening(model, **settings) as (agent, listener):
         train(agent, model, steps)
     return agent, listener
