@@ -140,8 +140,8 @@ def state_after(
         began = time.monotonic()
         for i in range(0, len(batches), at_once):
             sent = (service.post(batch, **headers_of(batch, began)) for batch in batches[i : i + at_once])
-            answers = await asyncio.gather(*sent)
-            assert {answer.status_code for answer in answers} == {200}
+            responses = await asyncio.gather(*sent)
+            assert {response.status_code for response in responses} == {200}
         state_of_run.update(await look(service))
 
     with tempfile.TemporaryDirectory() as folder:

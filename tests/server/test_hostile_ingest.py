@@ -91,7 +91,7 @@ class Attack:
     """All attacks at once, from another address, until they are cancelled."""
 
     url: str
-    answers: dict[str, Counter[int]] = field(default_factory=dict)
+    statuses: dict[str, Counter[int]] = field(default_factory=dict)
     begun: dict[str, asyncio.Event] = field(default_factory=dict)
 
     def all(self) -> Iterator[Coroutine[Any, Any, None]]:
@@ -103,10 +103,10 @@ class Attack:
 
     def _begin(self, name: str) -> Counter[int]:
         self.begun[name] = asyncio.Event()
-        return self.answers.setdefault(name, Counter())
+        return self.statuses.setdefault(name, Counter())
 
     async def _send_forever(self, make: Callable[[int], AttackRequest]) -> None:
-        answers = self._begin(make.__name__)
+        statuses = self._begin(make.__name__)
         transport = httpx.AsyncHTTPTransport(local_address=ATTACKER_ADDRESS)
         async with httpx.AsyncClient(
             base_url=self.url, headers=bearer(MALLORY), transport=transport, timeout=60
@@ -114,14 +114,14 @@ class Attack:
             for at in count():
                 headers, body = make(at)
                 try:
-                    answers[(await client.post("/v1/batches", content=body, headers=headers)).status_code] += 1
+                    statuses[(await client.post("/v1/batches", content=body, headers=headers)).status_code] += 1
                 except httpx.TransportError:  # the service may close the connection
-                    answers[0] += 1
+                    statuses[0] += 1
                 self.begun[make.__name__].set()
 
     async def _hold(self, name: str, first: bytes, last: bytes) -> None:
         """Hold connections with unfinished requests, and reopen them when they are closed."""
-        answers, address = self._begin(name), urlsplit(self.url)
+        statuses, address = self._begin(name), urlsplit(self.url)
         head = first + b"host: x\r\ncontent-type: application/json\r\n"
         head += b"authorization: Bearer " + MALLORY.encode() + b"\r\n" if b"batches" in first else b""
         head += last or b"transfer-encoding: chunked\r\n\r\n1\r\n"
@@ -133,8 +133,8 @@ class Attack:
                 )
                 try:
                     writer.write(head)
-                    answers[1] += 1
-                    if answers[1] == CONNECTIONS:
+                    statuses[1] += 1
+                    if statuses[1] == CONNECTIONS:
                         self.begun[name].set()
                     await reader.read()
                 except OSError:
@@ -164,7 +164,7 @@ async def running(attack: Attack) -> AsyncIterator[None]:
         ended = await asyncio.gather(*tasks, return_exceptions=True)
     assert [error for error in ended if not isinstance(error, asyncio.CancelledError)] == []
     assert all(still_running)
-    assert all(each.is_set() for each in attack.begun.values()), attack.answers
+    assert all(each.is_set() for each in attack.begun.values()), attack.statuses
 
 
 # Requests of the other clients, and the responses to them.
@@ -251,11 +251,11 @@ def test_attack_with_ingest_token_changes_no_response_of_other_clients(
     with LiveService(tmp_path, SETTINGS, **SMALL) as service:
         attacked, attack = asyncio.run(scenario(service.url))
     record_property("requests of other clients", len(attacked))
-    record_property("requests of the attack", sum(statuses.total() for statuses in attack.answers.values()))
+    record_property("requests of the attack", sum(counts.total() for counts in attack.statuses.values()))
     assert {status for _, status, _ in calm} == {200}
     for expected, found in zip(calm, attacked, strict=True):
         assert found == expected
     stored = {"flood", "many_runs_with_warnings", "forged_starts_and_switches"}
-    assert all(attack.answers[name][200] for name in stored), attack.answers
-    assert not any(attack.answers[name][200] for name in attack.answers.keys() - stored), attack.answers
-    assert not any(statuses[500] for statuses in attack.answers.values()), attack.answers
+    assert all(attack.statuses[name][200] for name in stored), attack.statuses
+    assert not any(attack.statuses[name][200] for name in attack.statuses.keys() - stored), attack.statuses
+    assert not any(counts[500] for counts in attack.statuses.values()), attack.statuses

@@ -132,8 +132,8 @@ async def test_order_is_delivered_until_every_affected_rank_answers_and_is_audit
         ("rank 1", "applied"),
         ("service", "applied"),
     ]
-    answer = next(row for row in (await service.get("/v1/audit"))["rows"] if row["action"] == "answer")["details"]
-    assert (answer["before"], answer["after"]) == (["plain"], ["exact_delta"])
+    details = next(row for row in (await service.get("/v1/audit"))["rows"] if row["action"] == "answer")["details"]
+    assert (details["before"], details["after"]) == (["plain"], ["exact_delta"])
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ async def test_orders_larger_than_one_acknowledgement_are_sent_in_sequence(
     ordered = [(await order(service, heads=heads, reason="é" * 400)).json()["id"] for _ in range(10)]
     delivered: list[str] = []
     for step in range(20):
-        answer = await service.post(rank.batch(rank.sample(step + 10)))
-        assert len(answer.content) <= limit
-        orders = Ack.model_validate_json(answer.content).commands
+        response = await service.post(rank.batch(rank.sample(step + 10)))
+        assert len(response.content) <= limit
+        orders = Ack.model_validate_json(response.content).commands
         for sent in orders:
             await service.store(rank, rank.answer(sent, step + 10))
         delivered += [sent.id for sent in orders]
@@ -268,8 +268,8 @@ async def test_cancelled_order_is_not_delivered_further_and_can_be_undone(servic
     [sent] = (await service.store(quick, quick.sample(1))).commands
     await service.store(slow, slow.sample(1))
     await service.store(quick, quick.answer(sent, 2))
-    answer = await act(service, command, "cancel")
-    assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
+    response = await act(service, command, "cancel")
+    assert (response.status_code, response.json()["state"]) == (200, "cancelled")
     assert (await audit_of(service, command))[-1] == ("bob (local)", "cancelled")
     assert "is cancelled (bob (local))" in await newest_sentence(service)
     again = await act(service, command, "cancel")
@@ -327,13 +327,13 @@ async def test_rank_switch_is_applied_at_expiry_after_other_ranks_end(service: A
     first, second = FakeRank(rank=0), FakeRank(rank=1)
     await start(service, first, second)
     await service.store(first, local("applied"))
-    [asked] = await commands_of(service)
-    assert (asked["state"], asked["source"]) == ("proposed", "rank")
+    [switch] = await commands_of(service)
+    assert (switch["state"], switch["source"]) == ("proposed", "rank")
     await end(service, second)
     with service.app.state.store.writer.engine.begin() as connection:
         connection.execute(update(schema.commands).values(expires=time.time() - 1))
         expire(connection)
-    assert await state_of(service, asked["id"]) == "applied"
+    assert await state_of(service, switch["id"]) == "applied"
 
 
 @pytest.mark.parametrize("rejected", [False, True])
@@ -372,8 +372,8 @@ async def test_ended_run_refuses_orders_approval_and_undo_until_resumed(
     reason = f"Could not switch {named} to exact_delta: every rank that could do it has ended."
     assert (refused.status_code, refused.json()["detail"]) == (409, f"{reason} Order it again when the run is resumed.")
     for command, word in ((proposed, "approve"), (applied, "undo")):
-        answer = await act(service, command, word)
-        assert (answer.status_code, answer.json()["detail"].startswith("Could not switch ")) == (409, True)
+        response = await act(service, command, word)
+        assert (response.status_code, response.json()["detail"].startswith("Could not switch ")) == (409, True)
     assert (await act(service, proposed, "reject")).json()["state"] == "rejected"
     await start(service, resumed)
     assert (await order(service, heads=heads)).status_code == 201
@@ -551,8 +551,8 @@ async def test_not_arrested_metric_is_set_until_switch_is_undone_or_replaced(
 
 async def test_switch_plan_for_every_head_adds_to_modes_set_by_hand(service: Any, rank: FakeRank) -> None:
     async def planned(mode: str) -> list[list[Any]]:
-        answer = await service.get("/v1/runs/run-1/switches", mode=mode)
-        return [*([change["mode"], change["heads"]] for change in answer["changes"]), answer["unchanged"]]
+        plan = await service.get("/v1/runs/run-1/switches", mode=mode)
+        return [*([change["mode"], change["heads"]] for change in plan["changes"]), plan["unchanged"]]
 
     await start(service, rank)
     assert await planned("row_corrected") == [["row_corrected", None], []]
@@ -565,6 +565,6 @@ async def test_switch_plan_for_every_head_adds_to_modes_set_by_hand(service: Any
     expected = [["row_corrected", others], ["paper_softmax+row_corrected", [[0, 2]]], [[1, 0]]]
     assert await planned("row_corrected") == expected
     assert await planned("plain") == [["plain", None], []]
-    answer = await service.client.get("/v1/runs/run-1/switches?mode=nothing")
-    assert answer.status_code == 422
+    unknown = await service.client.get("/v1/runs/run-1/switches?mode=nothing")
+    assert unknown.status_code == 422
     assert (await service.client.get("/v1/runs/run-9/switches?mode=plain")).status_code == 404

@@ -1,3 +1,5 @@
+"""Messages to webhooks: allowed hosts, TLS, timeouts, retries, and secrets that are never logged."""
+
 import asyncio
 import json
 import ssl

@@ -1,3 +1,5 @@
+"""Settings of the service: required tokens, validation at startup, and secrets."""
+
 import os
 import subprocess
 import sys

@@ -94,11 +94,11 @@ async def test_cached_metrics_of_another_caller_are_not_shown_to_tenant(
 async def test_idempotency_key_of_another_caller_reveals_nothing_to_tenant(service: Any) -> None:
     await two_tenants(service)
     key = {"idempotency-key": "switch-it-now"}
-    theirs = await ask(service, ALL, "POST", f"/v1/runs/{OTHER}/commands", json=ORDER, headers=key)
-    mine = await ask(service, EVE, "POST", f"/v1/runs/{OWN}/commands", json=ORDER, headers=key)
-    assert theirs.status_code == 201
-    assert OTHER not in mine.text
-    assert theirs.json()["id"] not in mine.text
+    other = await ask(service, ALL, "POST", f"/v1/runs/{OTHER}/commands", json=ORDER, headers=key)
+    own = await ask(service, EVE, "POST", f"/v1/runs/{OWN}/commands", json=ORDER, headers=key)
+    assert other.status_code == 201
+    assert OTHER not in own.text
+    assert other.json()["id"] not in own.text
 
 
 @pytest.mark.promise("S21")
