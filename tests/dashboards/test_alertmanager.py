@@ -69,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def http_server(recorder: Recorder) -> Iterator[str]:
     """Serve the recorder; yields the address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Handler,), {"world": recorder}))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Handler,), {"recorder": recorder}))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
