@@ -7,7 +7,6 @@ it: all statistics of 144 heads, their modes, norms and risks, and all scalars.
 """
 
 import asyncio
-import json
 import multiprocessing
 import os
 import tempfile
@@ -56,16 +55,7 @@ def main(json_path: Path | None = None, *, seconds: float = 20.0, database_url: 
             "sustained": loaded(service, Load(service.url, CLIENTS, CLIENTS, seconds, f"{name}-a")),
             "overload": loaded(service, Load(service.url, 10 * CLIENTS, CLIENTS, 3 * seconds, f"{name}-b")),
         }
-    return written(report, json_path)
-
-
-def written(report: dict[str, Any], json_path: Path | None) -> dict[str, Any]:
-    """Print the report, write it to `json_path` if given, and return it."""
-    text = json.dumps(report, indent=2)
-    print(text)
-    if json_path is not None:
-        json_path.write_text(text + "\n")
-    return report
+    return machine.written(report, json_path)
 
 
 def cpu_seconds(service: LiveService) -> float:

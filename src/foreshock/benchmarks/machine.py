@@ -1,5 +1,6 @@
-"""Description of the machine for result files."""
+"""Result files: the description of the machine, and the results as JSON."""
 
+import json
 import os
 import platform
 import re
@@ -49,3 +50,12 @@ def _commit() -> str:
     asked = ("git", "rev-parse", "--short", "HEAD")
     done = subprocess.run(asked, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
     return done.stdout.strip()
+
+
+def written(report: dict[str, Any], json_path: Path | None) -> dict[str, Any]:
+    """Print the report, write it to `json_path` if given, and return it."""
+    text = json.dumps(report, indent=2)
+    print(text)
+    if json_path is not None:
+        json_path.write_text(text + "\n")
+    return report

@@ -15,7 +15,7 @@ from selenium.webdriver.chrome.service import Service as Chromedriver
 from selenium.webdriver.support.ui import WebDriverWait
 
 from foreshock.benchmarks import machine
-from foreshock.benchmarks.ingest import UNLIMITED, written
+from foreshock.benchmarks.ingest import UNLIMITED
 from foreshock.benchmarks.service import send_long_run
 from foreshock.server.testing import LiveService
 
@@ -78,7 +78,7 @@ def main(json_path: Path | None = None, *, repeats: int = 7) -> dict[str, Any]:
         "window": WINDOW,
         "seconds_to_last_chart": {"least": min(opened), "median": median(opened), "opened": opened},
     }
-    return written(report, json_path)
+    return machine.written(report, json_path)
 
 
 def _opened(chrome: Chrome, service: LiveService) -> float:

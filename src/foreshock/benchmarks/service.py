@@ -17,7 +17,7 @@ from typing import Any, Final
 import httpx
 
 from foreshock.benchmarks import machine
-from foreshock.benchmarks.ingest import UNLIMITED, Load, cpu_seconds, loaded, memory_bytes, written
+from foreshock.benchmarks.ingest import UNLIMITED, Load, cpu_seconds, loaded, memory_bytes
 from foreshock.contract.metrics.head_metrics import HEAD_METRICS
 from foreshock.contract.metrics.metric import MORE_CHARTS
 from foreshock.server.store.schema import rollups
@@ -63,7 +63,7 @@ def main(json_path: Path | None = None) -> dict[str, Any]:
         paced = Load(service.url, 256, 1, _SECONDS, "paced", every_seconds=1.0, every_steps=10)
         report["256 ranks of one run, a batch a second each"] = loaded(service, paced)
         report["256 ranks of one run"] = loaded(service, Load(service.url, 256, 1, _SECONDS, "ranks"))
-    return written(report, json_path)
+    return machine.written(report, json_path)
 
 
 def send_long_run(client: httpx.Client, file: Path) -> None:

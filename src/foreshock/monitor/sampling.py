@@ -418,7 +418,7 @@ class Collector:
 
 
 class Sampler:
-    """Takes an agent's samples when its schedule says so, with the collector and the norms, and contains their errors.
+    """Takes an agent's samples, and contains errors of the collector, the norms and QK-Clip.
 
     before_sample: returns tensors, by name, that are added to the sample.
     """
