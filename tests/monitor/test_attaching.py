@@ -396,7 +396,7 @@ def test_service_is_updated_when_the_implementation_of_a_layer_changes(
     first: Any = half.blocks[0]
     with attach(half, **EVERY_STEP) as agent:
         for masks in (False, True, True):
-            first.masks = masks
+            first.uses_mask = masks
             step(half, agent)
     assert corrections == [[probe, kernels]]
     corrections.clear()
