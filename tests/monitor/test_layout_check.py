@@ -15,6 +15,7 @@ from tests.monitor.test_norms import PeftLinear
 from tests.monitor.watched_training import listening
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.func import grad
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -208,6 +209,18 @@ def test_norms_stay_unknown_until_a_call_confirms_the_layout() -> None:
             with torch.no_grad():
                 module(x)
             assert (layout.current() is not None) == known
+
+
+@pytest.mark.promise("A23")
+def test_norms_that_no_call_has_shown_yet_are_reported_as_not_measured() -> None:
+    torch.manual_seed(1)
+    module = LAYOUTS["separate"]()
+    with attach(module, **SETTINGS) as agent:
+        assert "separate (q_proj, k_proj)" in agent.report()  # before the first step, what names suggest
+        grad(lambda x: module(x).sum())(torch.randn(2, 7, WIDTH))
+        assert "norms are not measured: no call has shown yet which rows belong to which head" in agent.report()
+        module(torch.randn(2, 7, WIDTH))
+        assert "separate (q_proj, k_proj)" in agent.report()
 
 
 def blocks(*, recompute: bool = False) -> nn.Module:

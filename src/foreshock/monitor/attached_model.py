@@ -210,7 +210,8 @@ class AttachedModel:
             return ""
         for layout in self.layouts:
             layout.locate()
-        numerics, layouts = self._settings.numerics, [layout.describe() for layout in self.layouts]
+        numerics, ran = self._settings.numerics, any(layer.ran for layer in self.watched)
+        layouts = [layout.describe(ran=ran) for layout in self.layouts]
         now = "native attention, sampled" if self._keeps else self._own
         measured = f"every {self.sampling.every_steps} steps {self.sampling.rows} rows of every head are measured"
         how = f"the model's own attention runs unchanged; {measured}"

@@ -127,6 +127,7 @@ _TRIES: Final = 3
 """Calls that do not fit any layout before the norms stay unmeasured. More than one, because a call may be of another
 kind, for example with a cache."""
 _NORMALISED: Final = "its queries and keys are normalised, so its weights alone do not bound its scores"
+_NOT_SHOWN: Final = "no call has shown yet which rows belong to which head"
 _CHANGED: Final = "its projections were changed after attach; attach again to measure their norms"
 _HOOK_ID: Final = -1
 """Key of the hook, the same in every module as for watched modules (interception.py)."""
@@ -239,12 +240,15 @@ class LayoutCheck:
     def scalable(self) -> Projection | str:
         """Return the rows that QK-Clip may scale now, or why it may not scale any."""
         found = self.locate()  # first, because it may set the reason
-        return self._unscalable or found or self._why or "no call has shown yet which rows belong to which head"
+        return self._unscalable or found or self._why or _NOT_SHOWN
 
-    def describe(self) -> str:
-        """Describe the layout of the weights, as far as calls have shown it, or why their norms are not measured."""
+    def describe(self, *, ran: bool = False) -> str:
+        """Describe the layout of the weights, as far as calls have shown it, or why their norms are not measured.
+        `ran`: whether the model ran since attach; before, the layout is the one that names suggest."""
         found = self._proved or self._found
         why = "its module was taken out of the model" if self.gone else self._why
+        if ran and self.open:
+            why = why or _NOT_SHOWN
         if found is not None and found.query_of_shared is not None:
             why = "a part of its keys is the same in all heads"
         return found.layout + found.gaps if found is not None and not why else f"norms are not measured: {why}"
