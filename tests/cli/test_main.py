@@ -55,6 +55,17 @@ def test_invalid_run_name_is_reported_on_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_file_that_cannot_be_written_is_named_without_an_error_number(tmp_path: Path) -> None:
+    done = foreshock("dashboards", "generate", "--out", str(tmp_path / "file" / "boards"))
+    assert done.exit_code == 0, "a missing folder is made"
+    (tmp_path / "taken").touch()
+    done = foreshock("dashboards", "generate", "--out", str(tmp_path / "taken" / "boards"))
+    assert done.exit_code == 1
+    assert f"foreshock: {tmp_path / 'taken'}" in done.stderr
+    assert "cannot be used: " in done.stderr
+    assert "Errno" not in done.stderr
+
+
 def test_missing_extra_is_reported_with_its_install_command() -> None:
     """A process in which fastapi cannot be imported."""
     program = "import sys; sys.modules['fastapi'] = None; from foreshock.cli.main import app; app(['serve'])"

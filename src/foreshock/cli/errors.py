@@ -39,6 +39,8 @@ def sentence(error: Exception) -> str:
             return f"this command needs {error.name}, which is not installed: {how}"
     if isinstance(error, ValidationError):
         return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename} cannot be used: {error.strerror}"
     return str(error)
 
 

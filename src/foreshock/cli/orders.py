@@ -18,7 +18,7 @@ UNANSWERED, REFUSED = 3, 4
 _DONE: Final = ("applied", "dry_run")
 
 Reason = Annotated[str, typer.Option(help="Reason, recorded in the audit trail.")]
-Wait = Annotated[float, typer.Option(help="Seconds to wait for the agent's answer.", min=0.0)]
+Wait = Annotated[float, typer.Option(help="Seconds to wait for the agent's answer.", min=0.0, metavar="<float>")]
 Run = Annotated[str, typer.Argument(help="Run whose proposed switch you answer.")]
 Proposal = Annotated[
     str | None,

@@ -57,7 +57,10 @@ def _meant_by(letters: str) -> str | None:
     """Return the variable that these letters are a misspelling of."""
     names = {_letters(name): name for name in VARIABLES}
     nearest = get_close_matches(letters, names, n=1, cutoff=_NEARLY)
-    return names[nearest[0]] if nearest else None
+    if not nearest:
+        return None
+    longer = [name for key, name in names.items() if key.startswith(letters)]  # FORESHOCK_RETENTION is cut off
+    return longer[0] if len(longer) == 1 else names[nearest[0]]
 
 
 def _letters(name: str) -> str:
