@@ -419,3 +419,11 @@ def test_table_after_the_first_steps_shows_the_implementation_of_each_layer(caps
         assert "1 x kernels (blocks.1)" in printed
         assert printed.rstrip().endswith("watched 2 of 3 attention layers")
         assert agent.report().count("watched 2 of 3 attention layers") == 1
+
+
+def test_compiled_code_can_write_to_the_memory_of_every_layer_in_a_cuda_graph() -> None:
+    """torch.compile makes no CUDA graph of code that writes to an input that is not aligned to 16 bytes."""
+    model = tiny_gpt(*(CausalSelfAttention(15, 3) for _ in range(4)), width=15)
+    with attach(model, url=None, spool_directory=None, quiet=True) as agent:
+        written = [(each.state, each.sample_counter, each.largest) for each in agent._attached.watched]
+        assert [x.data_ptr() % 16 for of_layer in written for x in of_layer if x is not None] == [0] * 12

@@ -147,7 +147,8 @@ def test_switch_takes_effect_in_a_captured_step_without_recapture(loop: Loop) ->
     assert max(modes) == STEPS
 
 
-def test_torch_compile_records_cuda_graphs_of_the_watched_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("attention", ["keep", "kernels"])
+def test_torch_compile_records_cuda_graphs_of_the_watched_step(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
     from torch._inductor import cudagraph_trees
 
@@ -160,7 +161,7 @@ def test_torch_compile_records_cuda_graphs_of_the_watched_step(monkeypatch: pyte
 
     monkeypatch.setattr(cudagraph_trees.CUDAGraphNode, "_record", counting)
     counters.clear()
-    train_watched(model(), reduce_overhead)
+    train_watched(model(), reduce_overhead, attention=attention)
     assert len(recorded) == 2  # one forward and one backward, without re-recording
     assert counters["inductor"]["cudagraph_skips"] == 0
 

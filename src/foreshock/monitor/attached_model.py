@@ -97,8 +97,9 @@ class AttachedModel:
             """int64 [N, SLOT_COUNT]"""
             self.modes: Final = torch.zeros(len(self.state), dtype=torch.int32, device=device)
             """int32 [N]"""
-            self.largest: Final = torch.full((len(self.state),), -math.inf, device=device)
-            """Largest score of each head with native attention over all rows, in steps that scan all rows."""
+            self.largest: Final = torch.full((len(self.state), 4), -math.inf, device=device)[:, 0]
+            """Largest score of each head with native attention over all rows, in steps that scan all rows; float32 [N],
+            16 bytes apart like `new_ticks`."""
             parts = (torch.split(each, sizes) for each in (self.state, self.modes, self.largest))
             ticks = new_ticks(len(watched), device)
             former = {} if before is None else {layer.name: layer for layer in before.watched}
