@@ -97,7 +97,7 @@ def test_run_list_sorts_filters_searches_and_compares_runs_and_updates_url(chrom
     wait("the chosen runs are compared", lambda: "Comparing 2 runs" in text(chromium, ".crumbs"))
     assert chromium.current_url.endswith(f"?runs={','.join(chosen)}")
     first = "return [...document.querySelector('.chart .legend').querySelectorAll('.name')].map(each => each.innerText)"
-    wait("the charts have legends", lambda: chromium.find_elements(By.CSS_SELECTOR, ".chart .legend .name"))
+    wait("the charts are drawn", lambda: chromium.find_elements(By.CSS_SELECTOR, ".chart .u-wrap"))
     wait("the first chart names both runs", lambda: chromium.execute_script(first) == chosen)
     rows = chromium.find_elements(By.CSS_SELECTOR, ".summary tbody tr")
     assert [row.find_element(By.TAG_NAME, "a").text for row in rows] == chosen

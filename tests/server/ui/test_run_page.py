@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from selenium.webdriver import Chrome
     from tests.server.ui.conftest import Feeder
 pytestmark = pytest.mark.servers
+DRAWN = ".stack:not(.blank) "
+"""The heat map once it has values; before, it only takes its room."""
 
 
 @pytest.mark.full
@@ -89,9 +91,7 @@ def test_page_reports_lost_connection_and_catches_up_after_reconnect(
     feeder.train(5)
     open_run(chromium, service, feeder.run)
     wait("the stream is open", lambda: text(chromium, ".connection") == "live")
-    canvas = wait(
-        "the heat map is shown", lambda: chromium.find_element(By.CSS_SELECTOR, ".stack:not(.blank) canvas[tabindex]")
-    )
+    canvas = wait("the heat map is shown", lambda: chromium.find_element(By.CSS_SELECTOR, DRAWN + "canvas[tabindex]"))
     canvas.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
     service.stop()
     wait("the page reports the lost connection", lambda: "connection lost" in text(chromium, ".connection"))
@@ -122,7 +122,8 @@ def test_url_selects_head_metric_and_steps_and_follows_user_choices(
     chromium.get(f"{service.url}/?{urlencode(query)}")
     wait("the charts show the head", lambda: "layer 1 head 3" in text(chromium, ".chart .legend"))
     assert text(chromium, ".chart h3") == "Spectral norm of W_Q", "the requested metric must be the first chart"
-    chromium.find_element(By.CSS_SELECTOR, ".chart .plot").send_keys(Keys.HOME)
+    plot = wait("the chart is drawn", lambda: chromium.find_element(By.CSS_SELECTOR, ".chart .plot:has(.u-wrap)"))
+    plot.send_keys(Keys.HOME)
     wait("the chart begins at the requested step", lambda: text(chromium, ".chart .at") in ("step 200", "step 300"))
     assert button(chromium, "Show all steps")
     measure = Select(wait("the heat map is shown", lambda: chromium.find_element(By.CSS_SELECTOR, ".pick select")))
@@ -132,9 +133,7 @@ def test_url_selects_head_metric_and_steps_and_follows_user_choices(
     )
 
     measure.select_by_value("head.score_offset")
-    canvas = wait(
-        "the cells are shown", lambda: chromium.find_element(By.CSS_SELECTOR, ".stack:not(.blank) canvas[tabindex]")
-    )
+    canvas = wait("the cells are shown", lambda: chromium.find_element(By.CSS_SELECTOR, DRAWN + "canvas[tabindex]"))
     canvas.send_keys(Keys.ARROW_LEFT, Keys.ARROW_UP)
     button(chromium, "Show all steps").click()
     chosen = {"runs": [feeder.run], "head": ["0.2"], "metric": ["head.score_offset"]}
@@ -143,7 +142,7 @@ def test_url_selects_head_metric_and_steps_and_follows_user_choices(
     wait("the reloaded page shows the head", lambda: "layer 0 head 2" in text(chromium, ".chart .legend"))
     assert not chromium.find_elements(By.XPATH, "//button[.='Show all steps']")
 
-    scrubber = wait("the heat map is shown", lambda: chromium.find_element(By.CSS_SELECTOR, ".scrub input"))
+    scrubber = wait("the heat map is shown", lambda: chromium.find_element(By.CSS_SELECTOR, DRAWN + ".scrub input"))
     scrubber.send_keys(Keys.HOME)
     wait("the first step is shown", lambda: text(chromium, ".scrub output") == "10")
     wait(
