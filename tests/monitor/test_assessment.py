@@ -9,6 +9,7 @@ from tests.lab.diagnosed_models import adapted, attention_with_weights, eager, l
 from tests.monitor import tiny_models
 from tests.monitor.tiny_models import CausalSelfAttention, GroupedQueryAttention, batch, tiny_gpt
 from tests.monitor.transformers_models import DECODER, LATENT, TRANSFORMERS, tiny
+from tests.monitor.unusual_attention import ManualAttentionWithHeads
 from torch import nn
 
 import foreshock
@@ -148,6 +149,11 @@ def in_float32() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
     return model, lambda: model(batch(1)).square().mean()
 
 
+def by_hand() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    model = tiny_gpt(ManualAttentionWithHeads(), ManualAttentionWithHeads())
+    return model, lambda: model(batch(1)).square().mean()
+
+
 @pytest.mark.parametrize(
     ("make", "start", "message", "message_without_batch"),
     [
@@ -156,6 +162,7 @@ def in_float32() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
         (nan_loss, "Batch", "Run foreshock diagnose", ""),
         (in_float32, "Drift by rounding", "not in this run", "open to it"),
         (attention_with_weights, "Batch", "native attention, not measured", ""),
+        (by_hand, "Watched", "0 of 2 attention layers", "2 of 2 attention layers"),
     ],
 )
 def test_sample_batch_adds_findings_to_the_assessment(
@@ -169,6 +176,7 @@ def test_sample_batch_adds_findings_to_the_assessment(
     remedies = {
         left_padded: "  Remedy: let every row see a key, at least its own, or pad on the right.",
         attention_with_weights: "give need_weights=False",
+        by_hand: "Not watched: 2 layers, because it computes its attention by hand",
     }
     assert remedies.get(make, "") in str(assessment)
 

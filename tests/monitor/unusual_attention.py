@@ -88,6 +88,12 @@ class ManualAttention(_Projected):
         return (F.dropout(weights, 0.1) @ value).transpose(1, 2).flatten(2)
 
 
+class ManualAttentionWithHeads(ManualAttention):
+    """The same in a module that may be attention by its attributes."""
+
+    num_heads, names = HEADS, ("q_proj", "k_proj", "v_proj")
+
+
 class GatedAttention(_Projected):
     """timm's GPSA: mixes two kinds of attention weights and normalises them again."""
 

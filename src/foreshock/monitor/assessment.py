@@ -76,11 +76,16 @@ def assess(
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise ValueError(f"optimizer is a torch.optim.Optimizer, got {type(optimizer).__name__}")
     found = find_attention(model, make_config(None, {}).heads)
+    batch = _Batch(found)
+    if loss is not None and any(each.problem is None for each in found):
+        batch = _run(model, found, loss)
+    found = batch.found
     watched = [each for each in found if each.problem is None]
     bias, rotary, normalised = openness(model, watched)
     lines = [_watching(found, watched), *_unwatched(found)]
-    batch = _Batch() if loss is None or not watched else _run(model, watched, loss)
-    if watched:
+    if not watched:
+        lines += batch.lines
+    else:
         device = device_of(model).type
         types = batch.types or {p.dtype for p in model.parameters() if p.is_floating_point()}
         likely = next((dtype for dtype in (torch.float16, torch.bfloat16) if dtype in types), None)
@@ -117,16 +122,18 @@ def costs(device: str) -> str:
 class _Batch:
     """Results of a sample batch."""
 
+    found: list[Found]
+    """The attention modules: those that the batch ran, or candidates if there is no batch."""
     types: set[torch.dtype] = field(default_factory=set)
     """Types in which attention ran."""
     lines: list[str] = field(default_factory=list)
 
 
-def _run(model: nn.Module, watched: Sequence[Found], loss: Callable[[], Tensor]) -> _Batch:
+def _run(model: nn.Module, found: list[Found], loss: Callable[[], Tensor]) -> _Batch:
     """Run a batch forward and backward, and restore the parameters' gradients."""
     from foreshock.monitor.attaching import attach  # imported here, because only a sample batch needs the agent
 
-    batch, samples = _Batch(), list[wire.Sample]()
+    batch, samples = _Batch(found), list[wire.Sample]()
 
     def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point())
@@ -140,12 +147,13 @@ def _run(model: nn.Module, watched: Sequence[Found], loss: Callable[[], Tensor])
         # remove our hooks before the agent ends: it would take them for its own and leave its mark on the modules
         with attach(model, sample_every_steps=1, **_APART) as agent, ExitStack() as hooks:
             agent.subscribe(lambda event: samples.append(event) if isinstance(event, wire.Sample) else None)
-            for each in watched:
+            for each in (each for each in found if each.problem is None):
                 hooks.callback(each.module.register_forward_pre_hook(note, with_kwargs=True).remove)
             value = loss()
             if value.requires_grad:
                 value.backward()  # type: ignore[no-untyped-call]
             agent.step(value.detach())
+            batch.found = agent._attached.found
     finally:
         for parameter, grad in grads:
             parameter.grad = grad

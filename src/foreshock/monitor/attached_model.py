@@ -71,7 +71,9 @@ class AttachedModel:
     ) -> None:
         self.model: Final = weakref.ref(model)
         self.unfit: Final = unfit
-        self._settings, self._found = settings, found
+        self._settings = settings
+        self.found: Final = found
+        """The attention modules, watched or not."""
         watched = [f for f in found if f.problem is None]
         self.unwatched: Final = len(found) - len(watched)
         """Number of attention modules that were found but cannot be watched."""
@@ -202,12 +204,12 @@ class AttachedModel:
         return [numbers[f.name] if f.name in numbers else next(others) for f in watched]
 
     def _warn_of_problems(self) -> None:
-        for names, why in problems_of(self._found) if self.watched else ():
+        for names, why in problems_of(self.found) if self.watched else ():
             logger.warning("foreshock: the attention of %s is not watched: %s", names, why)
 
     def report(self) -> str:
         """Return the table of found modules. It may wait for the device, to locate weights."""
-        if not self._found:
+        if not self.found:
             return ""
         for layout in self.layouts:
             layout.locate()
@@ -218,7 +220,7 @@ class AttachedModel:
         how = f"the model's own attention runs unchanged; {measured}"
         if not self._keeps:
             how = f"foreshock's kernels compute the attention; in calls that they do not support {measured}"
-        return f"{table_of(self._found, layouts, now)}\nnumerics: {_NUMERICS.get(numerics, numerics)}\n{how}"
+        return f"{table_of(self.found, layouts, now)}\nnumerics: {_NUMERICS.get(numerics, numerics)}\n{how}"
 
     def danger(self) -> str:
         """Return a line that says whether drift by rounding is possible in this run."""
@@ -236,7 +238,7 @@ class AttachedModel:
         except ValueError as error:  # for example two layers with the same number
             if self._settings.strict:
                 raise
-            known = {f.name for f in self._found}
+            known = {f.name for f in self.found}
             ran = [f if f.name in known else replace(f, problem=str(error)) for f in ran]
         self.leave()
         unfit = "; ".join(f"{names} cannot be watched: {why}" for names, why in problems_of(ran))
@@ -248,7 +250,7 @@ class AttachedModel:
 
     def _as_it_ran(self, model: nn.Module) -> list[Found] | None:
         """Return the modules that computed attention in the first step; None if they are the same as before."""
-        found, finder = self._found, self.finder
+        found, finder = self.found, self.finder
         sure = [f.name for f in found if f.certain]
         called = {n: call for n, call in finder.called.items() if not any(lies_in(n, outer) for outer in sure)}
         ran: list[Found] = []
