@@ -327,7 +327,31 @@ def test_projection_that_is_never_called_has_no_norms_and_the_table_says_why(
     module.called = called
     samples, (description,), _ = train(module, 4)
     assert [sample.query_norm for sample in samples] == [None] * 4
-    assert description == f"norms are not measured: its attention was called without a call of {missing}"
+    assert description == f"norms are not measured: no call of {missing} returned a plain tensor"
+
+
+class PairLinear(nn.Linear):
+    """Returns its bias next to its output, as tensor-parallel layers of some libraries do."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.bias
+
+
+class OfPairs(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = separate(*(proj(x)[0] for proj in self.children()))
+        return x + F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.promise("A23")
+def test_projection_whose_output_is_no_tensor_has_no_norms_and_the_table_says_why() -> None:
+    torch.manual_seed(1)
+    module = OfPairs(separate, **SEPARATE)
+    for name, _ in list(module.named_children()):
+        module.set_submodule(name, PairLinear(WIDTH, WIDTH))
+    samples, (description,), _ = train(module, 4)
+    assert [sample.query_norm for sample in samples] == [None] * 4
+    assert description == "norms are not measured: no call of q_proj, k_proj returned a plain tensor"
 
 
 @pytest.mark.promise("A22")

@@ -305,7 +305,7 @@ class LayoutCheck:
         if isinstance(given, Exception):
             raise given
         if missing := [each.name for each in self._noted if each.holder not in written]:
-            raise ValueError(f"its attention was called without a call of {', '.join(missing)}")
+            raise ValueError(f"no call of {', '.join(missing)} returned a plain tensor")
         error = max(torch.finfo(x.dtype).eps for x in (*given, *written.values()))
         query, key, value, *made = (x.cpu().double().numpy() for x in (*given, *written.values()))
         call = Call(
