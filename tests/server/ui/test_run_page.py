@@ -165,6 +165,18 @@ def test_a_line_ends_at_a_gap_in_which_no_sample_arrived(chromium: Chrome, servi
     assert text(chromium, ".chart .legend output") == "not recorded"
 
 
+def test_legend_shows_no_value_of_other_steps(chromium: Chrome, service: Service, feeder: Feeder) -> None:
+    feeder.start()
+    feeder.train(40)
+    open_run(chromium, service, feeder.run)
+    legend = ".chart .legend output"
+    wait("the legend has a value", lambda: text(chromium, legend))
+    go = "history.pushState({}, '', arguments[0]); dispatchEvent(new PopStateEvent('popstate'))"
+    chromium.execute_script(go, f"/?{urlencode({'runs': feeder.run, 'steps': '5000-6000'})}")
+    wait("the chart has nothing to draw", lambda: text(chromium, ".chart .plot") == "not recorded")
+    assert not text(chromium, legend)
+
+
 def test_unrecorded_metrics_are_labelled_and_silent_run_is_not_active(
     chromium: Chrome, service: Service, feeder: Feeder
 ) -> None:

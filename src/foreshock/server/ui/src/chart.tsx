@@ -128,7 +128,8 @@ export function Chart({
       ) : (
         <p class="empty plot">{missing}</p>
       )}
-      <ul class="legend" ref={legend}>
+      {/* made again when the chart goes or comes, so that no value of other steps stays */}
+      <ul key={recorded} class="legend" ref={legend}>
         {lines.map((line) => (
           <li key={line.name}>
             <i style={{ background: line.colour }} />
