@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class Sizes:
-    """Size of a test: `sizes("service_kills", quick=3, long=500)`, unless --size NAME=N overrides it."""
+    """The size of a test: `sizes("forks", quick=5, long=500)`, with `long` for --tier long, or N for --size forks=N."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.long = config.getoption("--tier") == "long"
@@ -67,8 +67,8 @@ class Sizes:
 
 @pytest.fixture(autouse=True)
 def restore_logging() -> Iterator[None]:
-    """A service in this process logs to the standard error of its start. pytest closes that file, so later tests would
-    print logging errors."""
+    """A service in this process logs to the standard error that it had at its start. pytest closes that file after the
+    test, so without this fixture later tests would print logging errors."""
     loggers = [logging.getLogger(name) for name in (None, "alembic", "uvicorn")]
     root, levels = loggers[0], [logger.level for logger in loggers]
     handlers = list(root.handlers)
@@ -103,7 +103,7 @@ def _attention_rebound() -> bool:
 
 
 def _structlog_config() -> dict[str, Any] | None:
-    """The configuration of structlog, if any; machines that only test kernels do not install structlog."""
+    """The configuration of structlog, if any. Machines that test only kernels may not have structlog."""
     structlog = sys.modules.get("structlog")
     return structlog.get_config() if structlog is not None and structlog.is_configured() else None
 
@@ -115,7 +115,7 @@ def sizes(pytestconfig: pytest.Config) -> Sizes:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skips importing files that the marker expression excludes: serial or parallel files, and files without a test
+    """Does not import files that the marker expression excludes: serial or parallel files, or files without a test
     marked `full`."""
     _, full, kind = config.option.markexpr.rpartition("full and ")
     if collection_path.suffix != ".py" or kind not in ("serial", "not serial"):
@@ -147,7 +147,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """The imports create half a million objects; freezing them keeps later garbage collections fast."""
+    """Imports create half a million objects; freezing them makes later garbage collections fast."""
     gc.collect()
     gc.freeze()
 

@@ -10,7 +10,7 @@ import torch
 from foreshock.benchmarks import machine
 
 
-def test_the_header_of_a_gpu_needs_neither_packages_of_the_service_nor_git(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_header_needs_neither_service_packages_nor_git(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name not in ("torch", "triton"):
             raise PackageNotFoundError(name)
@@ -25,7 +25,7 @@ def test_the_header_of_a_gpu_needs_neither_packages_of_the_service_nor_git(monke
     assert header["versions"].keys() == {"python", "torch", "triton", "cuda", "cudnn"}
 
 
-def test_the_header_of_a_cpu_needs_no_proc_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_header_does_not_need_a_proc_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(machine, "_CPU_INFO", Path("/no/such/file"))
     assert machine.header("a command")["device"].startswith("CPU, ")

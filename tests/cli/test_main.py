@@ -55,7 +55,7 @@ def test_invalid_run_name_is_reported_on_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_file_that_cannot_be_written_is_named_without_an_error_number(tmp_path: Path) -> None:
+def test_unwritable_file_is_reported_without_an_error_number(tmp_path: Path) -> None:
     done = foreshock("dashboards", "generate", "--out", str(tmp_path / "file" / "boards"))
     assert done.exit_code == 0, "a missing folder is made"
     (tmp_path / "taken").touch()

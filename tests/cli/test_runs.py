@@ -72,7 +72,7 @@ def test_switch_and_undo_wait_for_the_agent_and_print_the_mode_change(service: L
     assert "run run-2 has no applied switch to revert" in again.stderr
 
 
-def test_undo_needs_the_run_of_the_switch_and_last_skips_a_switch_that_changed_nothing(service: LiveService) -> None:
+def test_undo_requires_the_run_of_the_switch_and_last_skips_ineffective_switches(service: LiveService) -> None:
     with AnsweringAgent(service, FakeRank(run="run-twice", boot="b2")):
         order = ["--layer", "1", "--head", "2", "--mode", "exact_delta", "--reason", "its offset doubles", "--json"]
         done, _ = (foreshock("switch", "run-twice", *order, "--url", service.url) for _ in range(2))

@@ -71,7 +71,7 @@ def test_serve_reports_invalid_settings_without_printing_secrets(
         ("FORESHOCK_PORT", "tcp://10.0.0.7:80", "FORESHOCK_PORT: Input should be a valid integer"),
     ],
 )
-def test_serve_says_which_form_a_setting_has(
+def test_serve_describes_the_expected_form_of_an_invalid_setting(
     variable: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -80,7 +80,7 @@ def test_serve_says_which_form_a_setting_has(
     assert message in done.stderr
 
 
-def test_serve_names_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_serve_reports_a_database_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     there = f"{tmp_path}/file/foreshock.db"
     done = foreshock("serve", "--port", "0", "--database-url", f"sqlite:///{there}")

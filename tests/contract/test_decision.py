@@ -147,7 +147,7 @@ def test_rejected_or_undone_switch_is_reported_while_it_is_in_force(in_force: bo
     assert (found.order, found.ask) == ((order, "none") if in_force else (None, "switch"))
 
 
-def test_arrested_growth_in_an_ended_run_needs_nothing() -> None:
+def test_arrested_growth_in_an_ended_run_needs_no_action() -> None:
     found = incident_of("rounding", policy="auto", ended=True, **SWITCHED["arrested"])
     assert (found.done, found.to_do) == ("The head is switched, and the growth has stopped.", "Nothing.")
 
@@ -163,7 +163,7 @@ def test_arrested_growth_in_an_ended_run_needs_nothing() -> None:
     ],
 )
 @pytest.mark.parametrize("policy", POLICIES)
-def test_score_growth_is_left_to_people_under_every_policy(clip: Any, done: str, to_do: str, policy: Any) -> None:
+def test_score_growth_never_leads_to_a_switch_or_a_proposal(clip: Any, done: str, to_do: str, policy: Any) -> None:
     found = incident_of("score growth", raised=151, policy=policy, clip=clip)
     assert (found.act, found.ask) == ("none", "none")
     assert found.done.startswith(done)

@@ -326,7 +326,7 @@ def test_rounding_and_score_growth_in_one_run_are_one_incident() -> None:
     assert both.ask == "switch"
 
 
-def test_successful_switch_leaves_score_growth_to_people() -> None:
+def test_successful_switch_leaves_only_advice_about_score_growth() -> None:
     [both] = incidents_of(drift(), growth(), modes=MODES, judged=[SwitchOutcome(None, 2000, arrested=True)], clip="on")
     assert (both.state, both.severity, both.ask) == ("open", "warning", "none")
     assert both.done.startswith("Rounding: The head is switched, and the growth has stopped. Score growth: QK-Clip is")

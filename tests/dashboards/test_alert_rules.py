@@ -132,7 +132,7 @@ def values_by_minute(values: str) -> list[str]:
 
 @pytest.mark.servers
 @pytest.mark.promise("S25")
-def test_alerts_stay_firing_while_the_service_is_gone_for_two_minutes(tmp_path: Path) -> None:
+def test_alerts_keep_firing_while_the_service_is_down_for_two_minutes(tmp_path: Path) -> None:
     """For every alert on a series of the service, two scrapes fail just after the alert fires."""
     from_service = {alert.name for metric, alert in alerts() if metric is not None}
     fires = [case for case in CASES if case.alert in from_service and any(case.firing.values())]
@@ -152,7 +152,7 @@ def test_alerts_stay_firing_while_the_service_is_gone_for_two_minutes(tmp_path: 
 
 @pytest.mark.servers
 @pytest.mark.promise("S24")
-def test_no_run_alert_fires_for_an_ended_run(tmp_path: Path) -> None:
+def test_run_alerts_never_fire_for_an_ended_run(tmp_path: Path) -> None:
     """Every case that fires for a run, repeated for an ended run."""
     of_runs = [case for case in CASES if any("run" in labels for firing in case.firing.values() for labels in firing)]
     assert {case.alert for case in of_runs} == {a.name for metric, a in alerts() if metric and "run" in metric.labels}

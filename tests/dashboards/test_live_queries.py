@@ -106,7 +106,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield found
 
 
-def test_warning_returns_to_the_run_as_a_switch_and_the_watchdog_repeats(stack: Stack) -> None:
+def test_alertmanager_orders_the_switch_of_a_warning_and_the_watchdog_repeats(stack: Stack) -> None:
     mode = f'foreshock_head_mode{{run="{RUN}", layer="0", head="2"}}'
     eventually("the switched head", lambda: stack.value(mode) == 1)
     assert stack.value(f"count_over_time(({mode} == 0)[1m:500ms])") > 0, "it was plain before"

@@ -94,7 +94,7 @@ def trainings(stack: Stack, tmp_path: Path) -> Iterator[dict[str, subprocess.Pop
 @pytest.mark.full
 @pytest.mark.servers
 @pytest.mark.timeout(7200)
-def test_drifting_run_is_warned_and_switched_while_its_control_stays_silent(
+def test_drifting_run_gets_a_warning_and_a_switch_but_its_control_gets_neither(
     stack: Stack, trainings: dict[str, subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     def check_processes() -> None:

@@ -107,7 +107,9 @@ def test_exploded_run_resumes_from_the_printed_plan_and_stays_healthy(
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 @pytest.mark.promise("A32")
-def test_run_drifting_by_rounding_resumes_corrected_and_does_not_drift(trained: Train, tmp_path: Path) -> None:
+def test_run_drifting_by_rounding_resumes_with_row_correction_and_does_not_drift(
+    trained: Train, tmp_path: Path
+) -> None:
     """500 steps after the kill, the offset is below its value at the kill; untreated, it would be a third larger."""
     (folder := tmp_path / "out").mkdir()
     with LiveService(tmp_path) as service:

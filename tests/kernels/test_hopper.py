@@ -228,7 +228,7 @@ def test_hopper_forward_compiles_with_the_softmax_overlapping_a_product(
     ("causal", "tail", "second", "dtype"),
     [(False, True, True, "bf16"), (True, False, False, "bf16"), (True, False, True, "fp16")],
 )
-def test_no_product_reads_a_stale_tile_with_a_tail_without_counts_or_in_fp16(
+def test_products_never_read_stale_tiles_with_a_tail_without_counts_or_in_fp16(
     causal: bool, tail: bool, second: bool, dtype: str, tmp_path: Path
 ) -> None:
     kernel = compiled(causal=causal, residual=True, modes=True, second=second, tail=tail, dtype=dtype)

@@ -9,7 +9,7 @@ UNKNOWN = (False, True, True)
 """known_modes() of unknown modes: all are corrected, some may be corrected, some may be shifted."""
 
 
-def test_unnoted_modes_may_be_anything_and_missing_modes_are_plain() -> None:
+def test_unnoted_modes_are_unknown_and_missing_modes_are_plain() -> None:
     assert known_modes(torch.zeros(2, dtype=torch.int32)) == UNKNOWN
     assert known_modes(None) == (False, False, False)
 

@@ -100,7 +100,7 @@ def test_float64_matches_autograd_of_the_definition(name: str) -> None:
 @pytest.mark.promise("K1")
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("numerics", ["kernel", "paper", "float32"])
-def test_every_numerics_is_accurate_against_float64(name: str, numerics: str) -> None:
+def test_all_numerics_are_accurate_against_float64(name: str, numerics: str) -> None:
     shapes, options, _ = FEATURES[name]
     *inputs, grad = [x.bfloat16() for x in tensors(2, 4, 13, 8, **shapes)]
     truth = gradients([x.double() for x in inputs], grad.double(), numerics="float64", **options)
@@ -306,7 +306,7 @@ def test_dropout_matches_autograd_with_an_explicit_mask() -> None:
 
 
 @pytest.mark.parametrize("numerics", ["kernel", "paper"])
-def test_every_numerics_drops_the_same_entries(numerics: str) -> None:
+def test_dropout_drops_the_same_entries_with_all_numerics(numerics: str) -> None:
     *inputs, grad = [x.bfloat16() for x in tensors(2, 4, 20, 8)]
     torch.manual_seed(7)
     given = gradients(inputs, grad, dropout_p=0.5, numerics=numerics)

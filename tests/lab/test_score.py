@@ -85,7 +85,7 @@ def test_run_treated_from_the_start_is_neither_healthy_nor_failing(variant: str,
     assert (score.truth, score.healthy, score.failing) == (seen_as, seen_as == "healthy", False)
 
 
-def test_run_with_nan_in_every_field_has_no_verdict(tmp_path: Path) -> None:
+def test_run_with_nan_in_every_field_has_neither_warning_nor_harm(tmp_path: Path) -> None:
     path = tmp_path / "nan.jsonl.gz"
     state = np.tile(identity_row(), (2, 1))
     state.view(np.float64)[:, [*SUM_SLOTS, *MAX_SLOTS]] = math.nan

@@ -208,7 +208,9 @@ UNSUPPORTED: Any = {
 
 @pytest.mark.promise("A30")
 @pytest.mark.parametrize("kind", UNSUPPORTED)
-def test_unsupported_model_trains_on_and_its_loss_is_judged(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_model_keeps_training_and_its_nan_loss_raises_a_warning(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     make, reason = UNSUPPORTED[kind]
     model = make()
     with caplog.at_level(logging.WARNING, "foreshock"), listening(model, strict=False) as (agent, listener):

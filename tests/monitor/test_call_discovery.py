@@ -90,7 +90,7 @@ class AttentionGPT(tiny_models.TinyGPT):
 
 
 @pytest.mark.promise("A24")
-def test_blocks_of_a_model_named_attention_are_its_candidates() -> None:
+def test_candidates_are_attention_layers_not_their_model_or_parts_with_similar_names() -> None:
     class Attention(NamedMixing):
         def __init__(self) -> None:
             super().__init__()
@@ -210,7 +210,7 @@ def test_head_dim_is_taken_from_the_first_call_if_unknown(kind: type[nn.Module])
 
 
 @pytest.mark.promise("A24")
-def test_heads_known_only_from_calls_are_watched_from_step_2_or_from_1_if_given() -> None:
+def test_layer_with_unknown_heads_is_watched_from_step_2_or_1_if_heads_are_given() -> None:
     _, rows, report = one_step(UnknownHeads(), steps=2)
     assert rows == [18] * HEADS
     assert report.endswith("watched 1 of 1 attention layers")

@@ -231,7 +231,9 @@ class CustomCheckpoint(torch.autograd.Function):
         return None, *(t.grad for t in inputs)
 
 
-def test_custom_recompute_of_attention_trains_on_and_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_custom_recompute_of_attention_is_reported_and_training_stays_accurate(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     result, plain = (
         train_with_kernels(checkpointed("attention only", CustomCheckpoint.apply)),
         train_with_kernels(checkpointed()),

@@ -212,7 +212,7 @@ def test_norms_stay_unknown_until_a_call_confirms_the_layout() -> None:
 
 
 @pytest.mark.promise("A23")
-def test_norms_that_no_call_has_shown_yet_are_reported_as_not_measured() -> None:
+def test_report_says_norms_are_not_measured_until_a_call_confirms_the_layout() -> None:
     torch.manual_seed(1)
     module = LAYOUTS["separate"]()
     with attach(module, **SETTINGS) as agent:

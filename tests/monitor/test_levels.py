@@ -91,7 +91,7 @@ def test_sentence_gives_the_16_bit_rounding_step_and_float16_overflow_of_the_sco
     assert "overflows" not in raised(sample(score=SCORE))[0].sentence
 
 
-def test_scores_that_rise_in_the_first_100_steps_warn_but_not_of_a_loaded_model() -> None:
+def test_scores_that_rise_in_the_first_100_steps_warn_unless_they_start_high() -> None:
     rising, loaded, late = LevelDetectors(), LevelDetectors(), LevelDetectors()
     assert not rising.level_verdicts(1, sample())
     assert not loaded.level_verdicts(1, sample(FIRST_SCORE))
@@ -105,7 +105,7 @@ def test_scores_that_rise_in_the_first_100_steps_warn_but_not_of_a_loaded_model(
     assert not late.level_verdicts(200, sample(FIRST_SCORE))
 
 
-def test_level_is_raised_once_and_cleared_after_quiet_steps() -> None:
+def test_level_warning_is_raised_once_and_cleared_after_quiet_steps() -> None:
     detectors = LevelDetectors(100)
     [first] = detectors.level_verdicts(1, sample(offset=OFFSET))
     assert detectors.active == [first]

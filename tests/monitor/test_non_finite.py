@@ -273,7 +273,7 @@ def test_crisis_checks_parameters_at_broken_losses_but_never_at_healthy_steps() 
     ("first", "step", "loss", "watched"),
     [(4.0, 2, 8.5, True), (4.0, 100, 8.5, True), (4.0, 101, 8.5, False), (4.0, 2, 7.9, False), (-4.0, 2, 8.5, False)],
 )
-def test_loss_of_twice_the_first_triggers_one_close_watch_of_early_steps(
+def test_early_loss_of_twice_the_first_starts_one_close_watch(
     first: float, step: int, loss: float, watched: bool
 ) -> None:
     for kind in (float, torch.tensor):
@@ -284,7 +284,7 @@ def test_loss_of_twice_the_first_triggers_one_close_watch_of_early_steps(
         assert steps == [step] * watched
 
 
-def test_crisis_answers_each_broken_loss_but_broken_norms_and_weights_rarely() -> None:
+def test_crisis_reports_every_nan_loss_but_nan_norms_and_weights_only_at_intervals() -> None:
     model = Block()
     for loss, answered_steps in ((math.nan, list(range(2, 20))), (1.0, [2, 7, 12, 17])):
         crisis = Crisis(lambda: model, list, 5, lambda _: None)

@@ -129,7 +129,7 @@ def test_sampling_continues_under_any_step_numbering(numbers: list[int | None], 
     assert all(before[1] == after[0] < after[1] for before, after in itertools.pairwise(found))
 
 
-def test_repeated_step_number_is_counted_on_with_a_warning(
+def test_repeated_step_number_is_replaced_by_the_next_one_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert [step for _, step in scheduled_samples([5] * (3 * MAX_NOTES + 1), every=1)] == [5, 6, 7, 8]

@@ -122,7 +122,7 @@ def test_auto_switches_the_warned_head_after_the_next_step() -> None:
     assert modes == [[0] * 4, [0] * 4, [0] * 4, [0, 0, 1, 0]]
 
 
-def test_policy_switches_a_held_head_only_after_a_new_warning() -> None:
+def test_policy_switches_a_head_that_was_switched_back_only_after_a_new_warning() -> None:
     first, _ = run(tiny_gpt(), {}, 1)
     saved = first.state_dict()
     first.close()
@@ -347,7 +347,7 @@ EMPTY_SWITCH: dict[str, Any] = {"modes": [], "answered": []}
         ("auto", EMPTY_SWITCH | {"held": [[1, 0]]}, [], "plain"),  # held by a person
     ],
 )
-def test_resumed_run_acts_on_active_warnings_except_for_switched_or_held_heads(
+def test_resumed_run_acts_on_active_warnings_except_for_heads_switched_or_switched_back(
     policy: str, switch: dict[str, Any], outcomes: list[str], mode: str
 ) -> None:
     first, _ = run(tiny_gpt(), {2: [verdict(1, 0)]}, 3, policy="observe")

@@ -40,7 +40,7 @@ def warning_text(outcome: Outcome) -> str:
 @pytest.mark.parametrize("as_numbers", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("attention", ["keep", "kernels"])
 @pytest.mark.parametrize(("clip", "location_known"), [(None, True), (1.0, False)])
-def test_nan_in_attention_backward_is_reported_before_the_loss(
+def test_nan_in_attention_backward_is_reported_before_the_loss_is_nan(
     as_numbers: bool, attention: str, clip: float | None, location_known: bool
 ) -> None:
     """TRL issue 7181: the attention backward of one layer returns NaN for the queries."""
@@ -55,7 +55,7 @@ def test_nan_in_attention_backward_is_reported_before_the_loss(
     assert outcome.raised[0].severity == "critical"
 
 
-def test_plus_infinity_in_a_mask_is_reported_as_a_possible_place() -> None:
+def test_positive_infinity_in_a_mask_is_reported_as_a_possible_origin() -> None:
     """A mask with the wrong sign in one layer, and in all layers."""
 
     def break_step(model: Model, step: int) -> Any:

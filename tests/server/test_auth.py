@@ -184,7 +184,7 @@ async def test_conflicting_or_repeated_credentials_are_rejected(service: Any) ->
 
 @pytest.mark.promise("S7")
 @pytest.mark.settings(token=SECRET)
-async def test_no_response_redirects_to_forged_host(service: Any) -> None:
+async def test_responses_never_redirect_to_forged_host(service: Any) -> None:
     headers = bearer(SECRET) | {"host": "evil.example"}
     for path in paths_of(service.app):
         for method in ("GET", "POST"):

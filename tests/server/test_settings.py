@@ -41,7 +41,7 @@ def test_proxy_settings_require_token(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.promise("S18")
-def test_shipped_settings_do_not_start_without_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_settings_without_tokens_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = (ROOT / "deploy" / "systemd" / "foreshock.env").read_text().splitlines()
     lines = dict(line.split("=", 1) for line in shipped if not line.startswith("#"))
     del lines["FORESHOCK_TOKENS_FILE"]

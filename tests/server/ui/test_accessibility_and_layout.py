@@ -254,7 +254,7 @@ look();
 
 
 @pytest.mark.parametrize("width", [1440, 390])
-def test_nothing_moves_while_charts_and_heat_map_load(screen: Chrome, service: Service, width: int) -> None:
+def test_layout_is_stable_while_charts_and_heat_map_load(screen: Chrome, service: Service, width: int) -> None:
     feeder = Feeder(service.client, f"still-{width}", layers=12, heads=12)
     feeder.start()
     feeder.train(40)

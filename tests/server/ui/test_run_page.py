@@ -154,7 +154,7 @@ def test_url_selects_head_metric_and_steps_and_follows_user_choices(
     wait("the last step is shown", lambda: text(chromium, ".reading").startswith(last))
 
 
-def test_a_line_ends_at_a_gap_in_which_no_sample_arrived(chromium: Chrome, service: Service, feeder: Feeder) -> None:
+def test_chart_says_not_recorded_in_a_gap_without_samples(chromium: Chrome, service: Service, feeder: Feeder) -> None:
     feeder.start()
     feeder.train(40)
     feeder.step += 4000  # a service that was down for longer than the agent's spool lasts
