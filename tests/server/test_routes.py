@@ -173,7 +173,7 @@ def test_actions_require_a_name_and_a_reason(model: type[BaseModel], body: dict[
         ("/v1/runs/run-1/matrix?metric=run.loss", 422, "allowed are"),
         ("/v1/runs/run-1/curves?line=run.loss&max_points=0", 422, "wrong"),
         ("/v1/runs/run-1/curves", 422, "wrong"),
-        ("/v1/runs/run-1/curves?line=run.loss:0", 422, "METRIC"),
+        ("/v1/runs/run-1/curves?line=run.loss:0", 422, "leave out the layer"),
         ("/v1/runs/run-1/curves?line=head.score_max:0:1:2", 422, "METRIC"),
         ("/v1/runs/run-1/curves?line=head.score_max:-1", 422, "METRIC"),
         ("/v1/runs/nobody", 404, "no run"),
@@ -193,10 +193,10 @@ async def test_invalid_query_gets_clear_error(service: Any, rank: FakeRank, path
 
 
 async def test_run_name_may_contain_slashes_dots_and_colons(service: Any) -> None:
-    rank = FakeRank(run="team/../a:b.c/x")
+    rank = FakeRank(run="team/.v1/a:b.c/x")
     await service.store(rank, rank.started(), rank.sample(1))
     for tail in ("", "/curves", "/matrix", "/events", "/commands"):
-        path = f"/v1/runs/team/%2E%2E/a:b.c/x{tail}"
+        path = f"/v1/runs/team/%2Ev1/a:b.c/x{tail}"
         response = await service.client.get(path, params={"metric": "head.score_max", "line": "head.score_max"})
         assert response.status_code == 200, path
 
