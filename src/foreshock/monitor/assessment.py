@@ -147,8 +147,8 @@ def _run(model: nn.Module, found: list[Found], loss: Callable[[], Tensor]) -> _B
         # remove our hooks before the agent ends: it would take them for its own and leave its mark on the modules
         with attach(model, sample_every_steps=1, **_APART) as agent, ExitStack() as hooks:
             agent.subscribe(lambda event: samples.append(event) if isinstance(event, wire.Sample) else None)
-            for each in (each for each in found if each.problem is None):
-                hooks.callback(each.module.register_forward_pre_hook(note, with_kwargs=True).remove)
+            for module in [each.module for each in found if each.problem is None]:
+                hooks.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
             value = loss()
             if value.requires_grad:
                 value.backward()  # type: ignore[no-untyped-call]

@@ -34,7 +34,7 @@ from foreshock.kernels.flash_attention.known_modes import note_modes
 from foreshock.monitor.attention.finder import UnwatchedAttentionFinder, lies_in
 from foreshock.monitor.attention.interception import leave_no_copies, sdpa_rebinding, watch_module
 from foreshock.monitor.attention.layout_check import LayoutCheck
-from foreshock.monitor.attention.probe import OutputSums, Sampling, new_ticks, start_sampling, stop_sampling
+from foreshock.monitor.attention.probe import OutputSums, Sampling, new_ticks, spread, start_sampling, stop_sampling
 from foreshock.monitor.attention.watched_layer import WatchedLayer
 from foreshock.monitor.config import AgentConfig, versions
 from foreshock.monitor.detect.levels import KERNEL
@@ -99,9 +99,9 @@ class AttachedModel:
             """int64 [N, SLOT_COUNT]"""
             self.modes: Final = torch.zeros(len(self.state), dtype=torch.int32, device=device)
             """int32 [N]"""
-            self.largest: Final = torch.full((len(self.state), 4), -math.inf, device=device)[:, 0]
-            """Largest score of each head with native attention over all rows, in steps that scan all rows; float32 [N],
-            16 bytes apart like `new_ticks`."""
+            self.largest: Final = spread(torch.full((len(self.state),), -math.inf, device=device))
+            """Largest score of each head with native attention over all rows, in steps that scan all rows; float32
+            [N]"""
             parts = (torch.split(each, sizes) for each in (self.state, self.modes, self.largest))
             ticks = new_ticks(len(watched), device)
             former = {} if before is None else {layer.name: layer for layer in before.watched}

@@ -30,6 +30,9 @@ class CoverageReport:
         self._silent_samples, self._warned_of_silence = 0, False
         self._layers: Final = attached.layers
         self._watched: Final = attached.watched
+        self._layouts: Final = {
+            layer.name: layout for layer, layout in zip(attached.layers, attached.layouts, strict=True)
+        }
         self._found: dict[str, str] = {}
         """Why attention that was found after attach is not watched, by name of its module."""
         self._last: npt.NDArray[np.int64] = np.full(len(self._layers), -1)
@@ -57,10 +60,7 @@ class CoverageReport:
 
     def _found_now(self) -> dict[str, str]:
         """Return the attention that was found, without modules that a watched one has replaced again."""
-        there = {
-            layer.name for layer, layout in zip(self._layers, self._attached.layouts, strict=True) if not layout.gone
-        }
-        return {name: why for name, why in self._found.items() if name not in there}
+        return {name: why for name, why in self._found.items() if name not in self._layouts or self._layouts[name].gone}
 
     @property
     def table_is_stale(self) -> bool:

@@ -453,9 +453,12 @@ def _sample(
 
 
 def new_ticks(layers: int, device: torch.device) -> Tensor:
-    """Return a counter for each layer, int64 [layers, 1], with large distances, so that layers draw different rows.
+    """Return a counter for each layer, int64 [layers, 1], with large distances, so that layers draw different rows."""
+    return spread(torch.arange(layers, dtype=torch.int64, device=device) << _TICK_BITS).unsqueeze(1)
 
-    The counters are 16 bytes apart, because torch.compile cannot make a CUDA graph that writes to unaligned inputs.
-    """
-    counters = torch.arange(layers, dtype=torch.int64, device=device) << _TICK_BITS
-    return counters.repeat_interleave(2).view(layers, 2)[:, :1]
+
+def spread(values: Tensor) -> Tensor:
+    """Return a copy of values [N] in which they are 16 bytes apart, because torch.compile cannot make a CUDA graph that
+    writes to unaligned inputs."""
+    places = 16 // values.element_size()
+    return values.repeat_interleave(places)[::places]
