@@ -82,16 +82,14 @@ class Problem:
         self.cu_queries = _boundaries(shape.queries) if shape.packed else None
         self.cu_keys = _boundaries(shape.keys) if shape.packed else None
 
-    def run(self, numerics: Numerics, *modes: Mode, backward_mode: Mode | None = None) -> tuple[list[Tensor], Tensor]:
-        """out, lse, row_max, dQ, dK, dV; and the state. `backward_mode` replaces all modes in the backward."""
+    def run(self, numerics: Numerics, *modes: Mode) -> tuple[list[Tensor], Tensor]:
+        """out, lse, row_max, dQ, dK, dV; and the state."""
         grad, query, key, value = self.tensors
         spec = replace(self.spec, numerics=numerics)
         flags = torch.tensor([int(mode) for mode in modes], dtype=torch.int32) if modes else None
         lengths = (self.shape.queries, self.shape.keys)
         given = Arguments(flags, self.cu_queries, self.cu_keys, *lengths, self.seed, spec)
         saved = Saved(query, key, value, *reference.attention_forward(query, key, value, given))
-        if backward_mode is not None:
-            given = given._replace(modes=torch.full((self.heads,), int(backward_mode), dtype=torch.int32))
         state = new_state(self.heads)
         grads = reference.attention_backward(grad, saved, state, given)
         return [saved.out, saved.lse, saved.row_max, *grads], state

@@ -37,7 +37,12 @@ def true_norms(
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])
     while any(sum(x.shape[1] for x in part) < len(units) for part in parts):
         recorded_counts = [sum(x.shape[1] for x in part) for part in parts]
-        recorded = _record(model, given, layer, holders, units, recorded_counts)
+        for through_interface in (False, True):  # of transformers; it is used if PyTorch's function is not called
+            recorded = _record(through_interface, model, given, layer, holders, units, recorded_counts)
+            if recorded is not None:
+                break
+        else:
+            raise NotRecordableError("its forward does not call an attention function with these inputs")
         for part, value in zip(parts, recorded, strict=True):
             part.append(value)
     query, key = (torch.cat(part, 1)[:, : len(units)].double() for part in parts)
@@ -63,22 +68,6 @@ def one_token(given: dict[str, Any], rows: int) -> dict[str, Any]:
 
 
 def _record(
-    model: nn.Module,
-    given: dict[str, Any],
-    layer: nn.Module,
-    holders: list[nn.Module],
-    units: Tensor,
-    recorded_counts: list[int],
-) -> tuple[Tensor, Tensor]:
-    """Record PyTorch's attention function or, if it is not called, the attention interface of transformers."""
-    for through_interface in (False, True):
-        recorded = _record_through(through_interface, model, given, layer, holders, units, recorded_counts)
-        if recorded is not None:
-            return recorded
-    raise NotRecordableError("its forward does not call an attention function with these inputs")
-
-
-def _record_through(
     through_interface: bool,
     model: nn.Module,
     given: dict[str, Any],
